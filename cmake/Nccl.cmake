@@ -1,0 +1,32 @@
+# Picks nccl_backend.cpp where torch has CUDA and nccl.h is there, else its twin
+# no_nccl.cpp.
+
+set(use_nccl OFF)
+if(TORCH_CUDA_LIBRARIES AND NOT FSDP_NCCL STREQUAL "OFF")
+  find_path(FSDP_NCCL_INCLUDE nccl.h HINTS ENV NCCL_HOME PATH_SUFFIXES include)
+  if(NOT FSDP_NCCL_INCLUDE AND FSDP_PYTHON)
+    # pip's CUDA torch brings NCCL along as a package of its own.
+    execute_process(
+      COMMAND ${FSDP_PYTHON} -c
+              "import nvidia.nccl as n; print(list(n.__path__)[0] + '/include')"
+      OUTPUT_VARIABLE nccl_include OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    if(EXISTS "${nccl_include}/nccl.h")
+      set(FSDP_NCCL_INCLUDE ${nccl_include} CACHE PATH "" FORCE)
+    endif()
+  endif()
+  if(FSDP_NCCL_INCLUDE)
+    set(use_nccl ON)
+  endif()
+endif()
+if(FSDP_NCCL STREQUAL "ON" AND NOT use_nccl)
+  message(FATAL_ERROR "FSDP_NCCL=ON, but torch has no CUDA or nccl.h was not found")
+endif()
+
+if(use_nccl)
+  target_sources(fsdp_objects PRIVATE process_group/nccl_backend.cpp)
+  set_source_files_properties(
+    process_group/nccl_backend.cpp PROPERTIES INCLUDE_DIRECTORIES "${FSDP_NCCL_INCLUDE}")
+else()
+  target_sources(fsdp_objects PRIVATE process_group/no_nccl.cpp)
+endif()
+message(STATUS "nccl backend: ${use_nccl}")

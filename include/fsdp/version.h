@@ -1,0 +1,5 @@
+#pragma once
+
+#define FSDP_VERSION_MAJOR 0
+#define FSDP_VERSION_MINOR 1
+#define FSDP_VERSION_PATCH 0
