@@ -1,0 +1,38 @@
+#pragma once
+
+#include <string>
+
+#include <fsdp/export.h>
+
+namespace fsdp {
+
+/// How a collective combines the ranks' values. Every kind works on every
+/// backend: what one lacks is emulated.
+class FSDP_API ReduceOp {
+ public:
+  enum Kind { Sum, Avg, Max, Min, Product, PremulSum };
+
+  ReduceOp(Kind kind = Sum); // NOLINT: implicit, so that ReduceOp::Avg is one
+
+  /// Multiplies every rank's value by `factor`, then sums. Floating point only.
+  static ReduceOp premul_sum(double factor);
+
+  Kind kind() const {
+    return kind_;
+  }
+  double factor() const {
+    return factor_;
+  }
+  /// "sum", "avg", ...
+  std::string str() const;
+
+  bool operator==(const ReduceOp&) const = default;
+
+ private:
+  ReduceOp(Kind kind, double factor) : kind_(kind), factor_(factor) {}
+
+  Kind kind_;
+  double factor_ = 1.0;
+};
+
+} // namespace fsdp

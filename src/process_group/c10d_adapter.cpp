@@ -1,0 +1,175 @@
+#include "process_group/c10d_adapter.h"
+
+#include <utility>
+
+#include "base/check.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+c10d::ReduceOp to_c10d(const ReduceOp& op) {
+  switch (op.kind()) {
+    case ReduceOp::Sum:
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::Avg:
+      return c10d::ReduceOp::AVG;
+    case ReduceOp::Max:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::Min:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::Product:
+      return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::PremulSum: {
+      c10d::ReduceOp premul_sum; // c10d's maker of these has other names elsewhere
+      premul_sum.op_ = c10d::ReduceOp::PREMUL_SUM;
+      premul_sum.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(op.factor());
+      return premul_sum;
+    }
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+ReduceOp from_c10d(const c10d::ReduceOp& op) {
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM:
+      return ReduceOp::Sum;
+    case c10d::ReduceOp::AVG:
+      return ReduceOp::Avg;
+    case c10d::ReduceOp::MAX:
+      return ReduceOp::Max;
+    case c10d::ReduceOp::MIN:
+      return ReduceOp::Min;
+    case c10d::ReduceOp::PRODUCT:
+      return ReduceOp::Product;
+    case c10d::ReduceOp::PREMUL_SUM: {
+      const auto& factor = static_cast<const c10d::NCCLPreMulSumSupplement&>(*op.supplement_);
+      return ReduceOp::premul_sum(
+          factor.tensor_factor.defined() ? factor.tensor_factor.item<double>()
+                                         : factor.double_factor);
+    }
+    default:
+      TORCH_CHECK_NOT_IMPLEMENTED(false, "bitwise reductions are not supported");
+  }
+}
+
+at::Tensor single(const std::vector<at::Tensor>& tensors) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, "one tensor per rank, not ", tensors.size());
+  return tensors.front();
+}
+
+} // namespace
+
+c10::intrusive_ptr<c10d::Work> issue(c10d::Backend& backend, const CollectiveCall& call) {
+  if (auto* local = dynamic_cast<LocalBackend*>(&backend)) {
+    return local->issue_call(call);
+  }
+  // Flat, because some backends compare shapes where only counts matter; an
+  // all-to-all with splits counts in rows.
+  const bool flat = call.out_splits.empty() && call.in_splits.empty();
+  auto output = call.output.defined() && flat ? call.output.view(-1) : call.output;
+  auto input = call.input.defined() && flat ? call.input.view(-1) : call.input;
+  std::vector<at::Tensor> outputs{output};
+  switch (call.kind) {
+    case CollectiveKind::AllGather:
+      return backend._allgather_base(output, input, {});
+    case CollectiveKind::ReduceScatter: {
+      c10d::ReduceScatterOptions options;
+      options.reduceOp = to_c10d(call.op);
+      return backend._reduce_scatter_base(output, input, options);
+    }
+    case CollectiveKind::AllReduce: {
+      c10d::AllreduceOptions options;
+      options.reduceOp = to_c10d(call.op);
+      return backend.allreduce(outputs, options);
+    }
+    case CollectiveKind::Broadcast: {
+      c10d::BroadcastOptions options;
+      options.rootRank = call.root;
+      return backend.broadcast(outputs, options);
+    }
+    case CollectiveKind::Scatter: {
+      c10d::ScatterOptions options;
+      options.rootRank = call.root;
+      std::vector<std::vector<at::Tensor>> inputs;
+      if (backend.getRank() == call.root) {
+        inputs.push_back(input.view({backend.getSize(), output.numel()}).unbind(0));
+      }
+      return backend.scatter(outputs, inputs, options);
+    }
+    case CollectiveKind::AllToAll: {
+      auto out_splits = call.out_splits;
+      auto in_splits = call.in_splits;
+      return backend.alltoall_base(output, input, out_splits, in_splits, {});
+    }
+    case CollectiveKind::Barrier:
+      return backend.barrier({});
+  }
+  TORCH_INTERNAL_ASSERT(false);
+}
+
+bool scales_natively(const c10d::Backend& backend) {
+  return dynamic_cast<const LocalBackend*>(&backend) != nullptr ||
+         backend.getBackendName() == "nccl";
+}
+
+c10::intrusive_ptr<c10d::Work> LocalBackend::_allgather_base(
+    at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) {
+  return issue_call({.kind = CollectiveKind::AllGather, .output = output, .input = input});
+}
+
+c10::intrusive_ptr<c10d::Work> LocalBackend::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+  return issue_call(
+      {.kind = CollectiveKind::ReduceScatter,
+       .output = output,
+       .input = input,
+       .op = from_c10d(options.reduceOp)});
+}
+
+c10::intrusive_ptr<c10d::Work> LocalBackend::allreduce(
+    std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) {
+  return issue_call(
+      {.kind = CollectiveKind::AllReduce,
+       .output = single(tensors),
+       .op = from_c10d(options.reduceOp)});
+}
+
+c10::intrusive_ptr<c10d::Work> LocalBackend::broadcast(
+    std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) {
+  return issue_call(
+      {.kind = CollectiveKind::Broadcast,
+       .output = single(tensors),
+       .root = static_cast<int>(options.rootRank)});
+}
+
+c10::intrusive_ptr<c10d::Work> LocalBackend::scatter(
+    std::vector<at::Tensor>& outputs,
+    std::vector<std::vector<at::Tensor>>& inputs,
+    const c10d::ScatterOptions& options) {
+  return issue_call(
+      {.kind = CollectiveKind::Scatter,
+       .output = single(outputs),
+       .input = inputs.empty() ? at::Tensor() : at::stack(inputs.front()),
+       .root = static_cast<int>(options.rootRank)});
+}
+
+c10::intrusive_ptr<c10d::Work> LocalBackend::alltoall_base(
+    at::Tensor& output,
+    at::Tensor& input,
+    std::vector<int64_t>& out_splits,
+    std::vector<int64_t>& in_splits,
+    const c10d::AllToAllOptions&) {
+  return issue_call(
+      {.kind = CollectiveKind::AllToAll,
+       .output = output,
+       .input = input,
+       .out_splits = out_splits,
+       .in_splits = in_splits});
+}
+
+c10::intrusive_ptr<c10d::Work> LocalBackend::barrier(const c10d::BarrierOptions&) {
+  return issue_call({.kind = CollectiveKind::Barrier});
+}
+
+} // namespace fsdp::detail

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <memory>
+#include <string>
+
+#include "process_group/collective_call.h"
+
+namespace fsdp::detail {
+
+// The one place where c10d's names of collectives are spelled, because they
+// move between versions: calls to any backend go through `issue`, and our own
+// backends derive from `LocalBackend`, which turns c10d's calls back into
+// CollectiveCall records.
+
+/// Starts `call` on `backend`; the op must be one that the backend knows.
+c10::intrusive_ptr<c10d::Work> issue(c10d::Backend& backend, const CollectiveCall& call);
+
+/// Whether the backend itself computes Avg and PremulSum. For the others a
+/// Sum does it, with a multiplication before or a division after.
+bool scales_natively(const c10d::Backend& backend);
+
+/// A backend of ours: one function instead of twenty.
+class LocalBackend : public c10d::Backend {
+ public:
+  LocalBackend(int rank, int size, std::string name)
+      : Backend(rank, size), name_(std::move(name)) {}
+
+  virtual c10::intrusive_ptr<c10d::Work> issue_call(CollectiveCall call) = 0;
+
+  const std::string getBackendName() const override {
+    return name_;
+  }
+
+  c10::intrusive_ptr<c10d::Work> _allgather_base(
+      at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allreduce(
+      std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> broadcast(
+      std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> scatter(
+      std::vector<at::Tensor>& outputs,
+      std::vector<std::vector<at::Tensor>>& inputs,
+      const c10d::ScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      std::vector<int64_t>& out_splits,
+      std::vector<int64_t>& in_splits,
+      const c10d::AllToAllOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
+
+ private:
+  const std::string name_;
+};
+
+} // namespace fsdp::detail

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <fsdp/reduce_op.h>
+
+namespace fsdp::detail {
+
+enum class CollectiveKind : std::uint8_t {
+  AllGather,
+  ReduceScatter,
+  AllReduce,
+  Broadcast,
+  Scatter,
+  AllToAll,
+  Barrier,
+};
+
+const char* to_string(CollectiveKind kind);
+
+/// What one rank brings to one collective. In-place collectives (all-reduce,
+/// broadcast) use `output` alone; a barrier has no tensor.
+struct CollectiveCall {
+  CollectiveKind kind = CollectiveKind::Barrier;
+  at::Tensor output;
+  at::Tensor input; // scatter: defined on the root only
+  ReduceOp op = ReduceOp::Sum;
+  int root = 0;
+  std::vector<int64_t> out_splits; // all-to-all: lengths along dim 0, or empty
+  std::vector<int64_t> in_splits;
+
+  /// "all_gather(out float[8], in float[2])"
+  std::string str() const;
+};
+
+/// Throws ValueError unless `call` is well-formed in a group of `size` ranks:
+/// matching element counts, one dtype and device, contiguous, a valid root.
+void check_call(const CollectiveCall& call, int size);
+
+} // namespace fsdp::detail

@@ -1,0 +1,142 @@
+#include <fsdp/distributed.h>
+
+#include <numeric>
+#include <utility>
+
+#include "base/check.h"
+#include "process_group/fake_backend.h"
+#include "process_group/gloo_backend.h"
+#include "process_group/launch_env.h"
+#include "process_group/nccl_backend.h"
+#include "process_group/rank_context.h"
+#include "process_group/rendezvous.h"
+#include "process_group/thread_rank.h"
+
+namespace fsdp {
+
+namespace {
+
+using detail::RankContext;
+
+std::string pick_backend(const std::string& asked) {
+  if (asked.empty()) {
+    return detail::nccl_available() ? "nccl" : "gloo";
+  }
+  FSDP_CHECK_AS(
+      ConfigError, asked == "threads" || asked == "gloo" || asked == "nccl" || asked == "fake",
+      "there is no backend '", asked, "'; there are threads, gloo, nccl and fake");
+  if (asked == "nccl") {
+    detail::check_nccl();
+  }
+  return asked;
+}
+
+/// Rank and size where no peers need to be met.
+std::pair<int, int> local_place(const InitOptions& options, const std::string& backend) {
+  const int rank = options.rank < 0 ? 0 : options.rank;
+  const int size = options.world_size < 0 ? 1 : options.world_size;
+  FSDP_CHECK_AS(
+      ConfigError, size >= 1 && rank < size, "backend ", backend, ": rank ", rank, " of ", size,
+      ": ranks count from 0 and end below the world size");
+  return {rank, size};
+}
+
+std::shared_ptr<RankContext> make_context(
+    std::shared_ptr<detail::BackendFactory> factory, int world_size, int local_rank) {
+  std::vector<int> ranks(world_size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  auto context = std::make_shared<RankContext>();
+  context->world = ProcessGroup(factory->group(ranks, ""));
+  context->factory = std::move(factory);
+  context->local_rank = local_rank;
+  return context;
+}
+
+std::shared_ptr<RankContext> join_processes(
+    const InitOptions& options, const std::string& backend) {
+  auto met = detail::meet(options, backend, detail::read_launch_env(detail::process_env));
+  const auto world_size = met.world_size;
+  const auto local_rank = met.local_rank;
+  auto factory = std::make_shared<detail::StoreFactory>(
+      std::move(met), backend, options.timeout,
+      backend == "nccl" ? detail::make_nccl : detail::make_gloo);
+  return make_context(std::move(factory), world_size, local_rank);
+}
+
+/// Inside run_ranks: the world is there; a program may still say what it wants.
+void check_fits(const RankContext& context, const InitOptions& options) {
+  const auto& world = context.world;
+  const bool fits = (options.backend.empty() || options.backend == "threads") &&
+                    (options.rank < 0 || options.rank == world.rank()) &&
+                    (options.world_size < 0 || options.world_size == world.size());
+  FSDP_CHECK_AS(
+      ConfigError, fits, "[init_process_group] this thread is rank ", world.rank(), " of ",
+      world.size(), " of run_ranks (backend threads) and cannot join another world");
+}
+
+} // namespace
+
+void init_process_group(const InitOptions& options) {
+  if (const auto context = detail::current_context()) {
+    TORCH_CHECK(
+        context->from_run_ranks,
+        "[init_process_group] called twice; call destroy_process_group first");
+    check_fits(*context, options);
+    return;
+  }
+  const auto backend = pick_backend(options.backend);
+  FSDP_CHECK_AS(
+      ConfigError, options.timeout.count() > 0, "the timeout must be positive, not ",
+      options.timeout.count(), " ms");
+  if (backend == "threads") {
+    const auto [rank, size] = local_place(options, backend);
+    detail::join_thread_world(options, rank, size);
+  } else if (backend == "fake") {
+    const auto [rank, size] = local_place(options, backend);
+    detail::set_process_context(
+        make_context(std::make_shared<detail::FakeFactory>(rank), size, rank));
+  } else {
+    detail::set_process_context(join_processes(options, backend));
+  }
+}
+
+void destroy_process_group() {
+  const auto context = detail::current_context();
+  TORCH_CHECK(context, "[destroy_process_group] there is no process group");
+  if (context->from_run_ranks) {
+    return; // run_ranks ends it
+  }
+  if (context->place) {
+    detail::set_thread_context(nullptr);
+  } else {
+    detail::set_process_context(nullptr);
+  }
+}
+
+bool is_initialized() {
+  return detail::current_context() != nullptr;
+}
+
+int get_rank() {
+  return default_group().rank();
+}
+
+int get_world_size() {
+  return default_group().size();
+}
+
+int get_local_rank() {
+  (void)default_group();
+  return detail::current_context()->local_rank;
+}
+
+ProcessGroup default_group() {
+  const auto context = detail::current_context();
+  TORCH_CHECK(
+      context,
+      "there is no process group in this thread; call fsdp::init_process_group() first, or run "
+      "inside fsdp::run_ranks (a thread that a rank starts itself belongs to no rank)");
+  return context->world;
+}
+
+} // namespace fsdp

@@ -1,0 +1,28 @@
+#pragma once
+
+#include "process_group/c10d_adapter.h"
+#include "process_group/group_state.h"
+
+namespace fsdp::detail {
+
+/// Completes every collective at once and alone, as if each peer held what
+/// this rank holds (sums are this rank's share only). For planning and for
+/// measuring host cost at any world size; exact for one rank.
+class FakeBackend : public LocalBackend {
+ public:
+  FakeBackend(int rank, int size, const std::string& name = "fake")
+      : LocalBackend(rank, size, name) {}
+
+  c10::intrusive_ptr<c10d::Work> issue_call(CollectiveCall call) override;
+};
+
+class FakeFactory : public BackendFactory {
+ public:
+  explicit FakeFactory(int world_rank) : BackendFactory(world_rank, "fake") {}
+
+ protected:
+  c10::intrusive_ptr<c10d::Backend> make(
+      const std::string& name, const std::vector<int>& world_ranks, int rank) override;
+};
+
+} // namespace fsdp::detail

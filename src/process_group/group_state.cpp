@@ -1,0 +1,40 @@
+#include "process_group/group_state.h"
+
+#include <algorithm>
+#include <set>
+
+#include "base/check.h"
+#include "base/text.h"
+#include "process_group/fake_backend.h"
+
+namespace fsdp::detail {
+
+std::shared_ptr<GroupState> BackendFactory::group(
+    const std::vector<int>& world_ranks, const std::string& tag) {
+  const auto self = std::find(world_ranks.begin(), world_ranks.end(), world_rank_);
+  TORCH_CHECK_VALUE(
+      self != world_ranks.end(), "[new_group] rank ", world_rank_, " is not one of the ranks ",
+      join(world_ranks));
+  TORCH_CHECK_VALUE(
+      std::set<int>(world_ranks.begin(), world_ranks.end()).size() == world_ranks.size(),
+      "[new_group] the ranks ", join(world_ranks), " are not all different");
+  std::lock_guard lock(mutex_);
+  auto& state = groups_[{world_ranks, tag}];
+  if (!state) {
+    auto name = join(world_ranks, "-") + (tag.empty() ? "" : "/" + tag);
+    auto made = std::make_shared<GroupState>();
+    // A rank alone needs no transport: the fake group of one is exact.
+    if (world_ranks.size() == 1) {
+      made->backend = c10::make_intrusive<FakeBackend>(0, 1, transport_);
+    } else {
+      made->backend = make(name, world_ranks, static_cast<int>(self - world_ranks.begin()));
+    }
+    made->name = std::move(name);
+    made->world_ranks = world_ranks;
+    made->factory = weak_from_this();
+    state = std::move(made);
+  }
+  return state;
+}
+
+} // namespace fsdp::detail

@@ -1,0 +1,122 @@
+#include <fsdp/launch.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <chrono>
+#include <thread>
+
+#include "base/check.h"
+#include "base/text.h"
+#include "process_group/launch_env.h"
+#include "process_group/tcp_store.h"
+
+namespace fsdp {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr auto kConnectTimeout = seconds(60);
+constexpr auto kPollInterval = milliseconds(500);
+constexpr auto kLeaveAfterFailure = seconds(5);
+constexpr const char* kFailed = "failed";
+constexpr const char* kLeft = "left";
+
+} // namespace
+
+struct LaunchJob::State {
+  LaunchOptions options;
+  detail::Endpoint master;
+  c10::intrusive_ptr<c10d::Store> store; // the launchers' own part
+  Clock::time_point next_poll = Clock::now();
+};
+
+LaunchJob::LaunchJob(const LaunchOptions& options) : state_(std::make_unique<State>()) {
+  FSDP_CHECK_AS(
+      ConfigError, options.node_rank >= 0 && options.node_rank < options.num_nodes, "node rank ",
+      options.node_rank, " of ", options.num_nodes,
+      " nodes: they count from 0 and end below the number of nodes");
+  FSDP_CHECK_AS(
+      ConfigError, options.num_nodes == 1 || !options.master.empty(), options.num_nodes,
+      " nodes need --master HOST:PORT, an address of node 0 that all reach");
+  state_->options = options;
+  if (!options.master.empty()) {
+    state_->master = detail::parse_endpoint(options.master, "--master");
+  }
+  const bool one_machine = options.num_nodes == 1;
+  auto& master = state_->master;
+  c10::intrusive_ptr<c10d::Store> store;
+  if (options.node_rank == 0) {
+    store = detail::serve_store(master, one_machine);
+  } else {
+    store = detail::connect_store(master, kConnectTimeout);
+  }
+  state_->store = c10::make_intrusive<c10d::PrefixStore>("fsdp_run", store);
+}
+
+LaunchJob::~LaunchJob() = default;
+
+std::map<std::string, std::string> LaunchJob::environment(int local_rank, int num_local) const {
+  const auto& [options, master, store, next_poll] = *state_;
+  std::map<std::string, std::string> variables{
+      {"RANK", std::to_string(options.node_rank * num_local + local_rank)},
+      {"WORLD_SIZE", std::to_string(options.num_nodes * num_local)},
+      {"LOCAL_RANK", std::to_string(local_rank)},
+      {"LOCAL_WORLD_SIZE", std::to_string(num_local)},
+      {"GROUP_RANK", std::to_string(options.node_rank)},
+      {"MASTER_ADDR", master.host},
+      {"MASTER_PORT", std::to_string(master.port)},
+      {"TORCHELASTIC_USE_AGENT_STORE", "True"}};
+  if (!detail::process_env("OMP_NUM_THREADS")) {
+    const auto cores = static_cast<int>(std::thread::hardware_concurrency());
+    variables["OMP_NUM_THREADS"] = std::to_string(std::max(1, cores / num_local));
+  }
+  return variables;
+}
+
+void LaunchJob::report(const Failure& failure) {
+  try {
+    state_->store->set(kFailed, std::to_string(failure.exit_code) + " " + failure.what);
+  } catch (const std::exception&) {
+    // Node 0 is gone, so the others know already.
+  }
+}
+
+std::optional<LaunchJob::Failure> LaunchJob::failure_elsewhere() {
+  if (state_->options.num_nodes == 1 || Clock::now() < state_->next_poll) {
+    return std::nullopt;
+  }
+  state_->next_poll = Clock::now() + kPollInterval;
+  try {
+    if (!state_->store->check({kFailed})) {
+      return std::nullopt;
+    }
+    const auto text = state_->store->get_to_str(kFailed);
+    const auto space = text.find(' ');
+    const auto code = detail::parse_int(text.substr(0, space), "an exit code");
+    return Failure{text.substr(space + 1), static_cast<int>(code)};
+  } catch (const std::exception&) {
+    return Failure{"the launcher on node 0 is gone", 1};
+  }
+}
+
+void LaunchJob::leave(bool failed, const std::function<bool()>& stop) {
+  const auto& options = state_->options;
+  if (options.num_nodes == 1) {
+    return;
+  }
+  try {
+    auto left = state_->store->add(kLeft, 1);
+    const auto deadline = Clock::now() + kLeaveAfterFailure;
+    while (options.node_rank == 0 && left < options.num_nodes && !stop() &&
+           !(failed && Clock::now() > deadline)) {
+      std::this_thread::sleep_for(milliseconds(100));
+      left = state_->store->add(kLeft, 0);
+    }
+  } catch (const std::exception&) {
+    // Node 0 is gone: there is nobody to wait for.
+  }
+}
+
+} // namespace fsdp

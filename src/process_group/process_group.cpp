@@ -1,0 +1,242 @@
+#include <fsdp/process_group.h>
+
+#include <ATen/ATen.h>
+
+#include <functional>
+#include <numeric>
+#include <utility>
+
+#include "base/check.h"
+#include "process_group/c10d_adapter.h"
+#include "process_group/group_state.h"
+
+namespace fsdp {
+
+namespace detail {
+
+struct WorkState {
+  c10::intrusive_ptr<c10d::Work> work; // dropped when waited for
+  std::function<void()> finish;        // what the backend left to do, or empty
+  std::shared_ptr<GroupState> group;
+  CollectiveKind kind = CollectiveKind::Barrier;
+};
+
+namespace {
+
+/// Throws CommError with what the backend said, and which peers are gone.
+[[noreturn]] void fail(const GroupState& group, CollectiveKind kind, const std::string& reason) {
+  const auto factory = group.factory.lock();
+  const auto diagnosis = factory ? factory->diagnose() : "";
+  FSDP_THROW(
+      CommError, to_string(kind), " in group '", group.name, "' failed on rank ",
+      group.world_ranks[group.backend->getRank()], " (", group.backend->getBackendName(),
+      "): ", diagnosis.empty() ? "" : diagnosis + "; ", reason);
+}
+
+/// Runs `step`, which calls the backend; whatever it throws becomes a
+/// CommError that names the operation, except what is one already.
+template <class Step>
+auto guarded(const GroupState& group, CollectiveKind kind, Step step) {
+  try {
+    return step();
+  } catch (const CommError&) {
+    throw;
+  } catch (const c10::Error& error) {
+    fail(group, kind, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    fail(group, kind, error.what());
+  }
+}
+
+/// Turns Avg and PremulSum into a Sum for a backend that lacks them. Returns
+/// what remains to be done with the result.
+std::function<void()> emulate_scaling(CollectiveCall& call, int size) {
+  const auto op = std::exchange(call.op, ReduceOp::Sum);
+  if (op.kind() == ReduceOp::Avg) {
+    return [output = call.output, size] {
+      at::NoGradGuard no_grad;
+      if (at::isIntegralType(output.scalar_type(), /*includeBool=*/false)) {
+        output.div_(size, "trunc");
+      } else {
+        output.div_(size);
+      }
+    };
+  }
+  if (call.kind == CollectiveKind::AllReduce) {
+    at::NoGradGuard no_grad;
+    call.output.mul_(op.factor());
+  } else {
+    call.input = call.input.detach().mul(op.factor()); // the caller's stays as it is
+  }
+  return {};
+}
+
+} // namespace
+} // namespace detail
+
+Work::Work(std::shared_ptr<detail::WorkState> state) : state_(std::move(state)) {}
+
+void Work::wait() {
+  if (!state_ || !state_->work) {
+    return;
+  }
+  const auto work = std::exchange(state_->work, nullptr);
+  detail::guarded(*state_->group, state_->kind, [&] { work->wait(); });
+  if (const auto finish = std::exchange(state_->finish, nullptr)) {
+    finish();
+  }
+}
+
+ProcessGroup::ProcessGroup(std::shared_ptr<detail::GroupState> state) : state_(std::move(state)) {}
+
+ProcessGroup::ProcessGroup(const c10::intrusive_ptr<c10d::Backend>& backend, std::string name)
+    : state_(std::make_shared<detail::GroupState>()) {
+  TORCH_CHECK_VALUE(backend, "[ProcessGroup] the backend is null");
+  state_->backend = backend;
+  state_->name = std::move(name);
+  state_->world_ranks.resize(backend->getSize());
+  std::iota(state_->world_ranks.begin(), state_->world_ranks.end(), 0);
+}
+
+int ProcessGroup::rank() const {
+  return backend()->getRank();
+}
+
+int ProcessGroup::size() const {
+  return backend()->getSize();
+}
+
+const std::vector<int>& ProcessGroup::ranks() const {
+  (void)backend();
+  return state_->world_ranks;
+}
+
+const std::string& ProcessGroup::name() const {
+  (void)backend();
+  return state_->name;
+}
+
+std::string ProcessGroup::backend_name() const {
+  return backend()->getBackendName();
+}
+
+const c10::intrusive_ptr<c10d::Backend>& ProcessGroup::backend() const {
+  TORCH_CHECK(state_, "this ProcessGroup is empty: it was default-constructed");
+  return state_->backend;
+}
+
+Work ProcessGroup::issue(detail::CollectiveCall call) const {
+  auto& backend = *this->backend();
+  detail::check_call(call, backend.getSize());
+  auto state = std::make_shared<detail::WorkState>();
+  const auto op = call.op.kind();
+  if ((op == ReduceOp::Avg || op == ReduceOp::PremulSum) && !detail::scales_natively(backend)) {
+    state->finish = detail::emulate_scaling(call, backend.getSize());
+  }
+  state->kind = call.kind;
+  state->work = detail::guarded(*state_, call.kind, [&] { return detail::issue(backend, call); });
+  state->group = state_;
+  return Work(std::move(state));
+}
+
+Work ProcessGroup::all_gather_async(at::Tensor out, at::Tensor in) const {
+  return issue(
+      {.kind = detail::CollectiveKind::AllGather,
+       .output = std::move(out),
+       .input = std::move(in)});
+}
+
+Work ProcessGroup::reduce_scatter_async(at::Tensor out, at::Tensor in, ReduceOp op) const {
+  return issue(
+      {.kind = detail::CollectiveKind::ReduceScatter,
+       .output = std::move(out),
+       .input = std::move(in),
+       .op = op});
+}
+
+Work ProcessGroup::all_reduce_async(at::Tensor tensor, ReduceOp op) const {
+  return issue({.kind = detail::CollectiveKind::AllReduce, .output = std::move(tensor), .op = op});
+}
+
+Work ProcessGroup::broadcast_async(at::Tensor tensor, int root) const {
+  return issue(
+      {.kind = detail::CollectiveKind::Broadcast, .output = std::move(tensor), .root = root});
+}
+
+Work ProcessGroup::scatter_async(at::Tensor out, at::Tensor in, int root) const {
+  TORCH_CHECK_VALUE(
+      rank() != root || in.defined(), "[scatter] rank ", root, " is the root and brings no input");
+  return issue(
+      {.kind = detail::CollectiveKind::Scatter,
+       .output = std::move(out),
+       .input = rank() == root ? std::move(in) : at::Tensor(),
+       .root = root});
+}
+
+Work ProcessGroup::all_to_all_async(
+    at::Tensor out,
+    at::Tensor in,
+    std::vector<int64_t> out_splits,
+    std::vector<int64_t> in_splits) const {
+  return issue(
+      {.kind = detail::CollectiveKind::AllToAll,
+       .output = std::move(out),
+       .input = std::move(in),
+       .out_splits = std::move(out_splits),
+       .in_splits = std::move(in_splits)});
+}
+
+Work ProcessGroup::barrier_async() const {
+  return issue({.kind = detail::CollectiveKind::Barrier});
+}
+
+void ProcessGroup::all_gather(at::Tensor out, at::Tensor in) const {
+  all_gather_async(std::move(out), std::move(in)).wait();
+}
+
+void ProcessGroup::reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op) const {
+  reduce_scatter_async(std::move(out), std::move(in), op).wait();
+}
+
+void ProcessGroup::all_reduce(at::Tensor tensor, ReduceOp op) const {
+  all_reduce_async(std::move(tensor), op).wait();
+}
+
+void ProcessGroup::broadcast(at::Tensor tensor, int root) const {
+  broadcast_async(std::move(tensor), root).wait();
+}
+
+void ProcessGroup::scatter(at::Tensor out, at::Tensor in, int root) const {
+  scatter_async(std::move(out), std::move(in), root).wait();
+}
+
+void ProcessGroup::all_to_all(
+    at::Tensor out,
+    at::Tensor in,
+    std::vector<int64_t> out_splits,
+    std::vector<int64_t> in_splits) const {
+  all_to_all_async(std::move(out), std::move(in), std::move(out_splits), std::move(in_splits))
+      .wait();
+}
+
+void ProcessGroup::barrier() const {
+  barrier_async().wait();
+}
+
+ProcessGroup ProcessGroup::new_group(const std::vector<int>& ranks, const std::string& tag) const {
+  (void)backend();
+  const auto factory = state_->factory.lock();
+  TORCH_CHECK(
+      factory, "[new_group] group '", state_->name,
+      "' was built from a backend of your own, or its world was destroyed: it cannot be divided");
+  std::vector<int> world_ranks;
+  for (const int rank : ranks) {
+    TORCH_CHECK_VALUE(
+        rank >= 0 && rank < size(), "[new_group] ", rank, " is not a rank of group '", name(),
+        "', which has ", size());
+    world_ranks.push_back(state_->world_ranks[rank]);
+  }
+  return ProcessGroup(factory->group(world_ranks, tag));
+}
+
+} // namespace fsdp

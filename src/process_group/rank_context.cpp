@@ -1,0 +1,33 @@
+#include "process_group/rank_context.h"
+
+#include <mutex>
+#include <utility>
+
+namespace fsdp::detail {
+
+namespace {
+
+std::mutex mutex;
+std::shared_ptr<RankContext> of_process;
+thread_local std::shared_ptr<RankContext> of_thread;
+
+} // namespace
+
+std::shared_ptr<RankContext> current_context() {
+  if (of_thread) {
+    return of_thread;
+  }
+  std::lock_guard lock(mutex);
+  return of_process;
+}
+
+void set_process_context(std::shared_ptr<RankContext> context) {
+  std::lock_guard lock(mutex);
+  std::swap(of_process, context); // the old one ends outside the lock
+}
+
+void set_thread_context(std::shared_ptr<RankContext> context) {
+  of_thread = std::move(context);
+}
+
+} // namespace fsdp::detail

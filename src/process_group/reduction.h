@@ -1,0 +1,18 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include <fsdp/reduce_op.h>
+
+namespace fsdp::detail {
+
+/// Reduces `inputs` into `output`, all 1D and of one length, in the order of
+/// the list whatever the threads do: the same bits every time. 16-bit and
+/// 8-bit floats are accumulated in fp32 and rounded once. `output` may be one
+/// of `inputs`.
+void reduce_in_order(
+    const at::Tensor& output, const std::vector<at::Tensor>& inputs, const ReduceOp& op);
+
+} // namespace fsdp::detail

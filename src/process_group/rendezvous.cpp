@@ -1,0 +1,251 @@
+#include "process_group/rendezvous.h"
+
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <thread>
+
+#include "base/check.h"
+#include "base/text.h"
+#include "process_group/socket.h"
+#include "process_group/tcp_store.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr auto kPatience = std::chrono::seconds(2);
+
+c10::intrusive_ptr<c10d::Store> file_store(const std::string& url, int world_size) {
+  const auto path = url.substr(std::string("file://").size());
+  FSDP_CHECK_AS(
+      ConfigError, !path.empty() && path.front() == '/', "init_method '", url,
+      "' must be file:// and an absolute path");
+  const auto folder = std::filesystem::path(path).parent_path();
+  FSDP_CHECK_AS(
+      ConfigError, std::filesystem::is_directory(folder), "init_method '", url,
+      "': there is no folder ", folder.string());
+  return c10::make_intrusive<c10d::FileStore>(path, world_size);
+}
+
+/// The same for two ranks exactly when one reaches the other's loopback.
+std::string machine_id() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  std::error_code error;
+  const auto network = std::filesystem::read_symlink("/proc/self/ns/net", error);
+  return boot + network.string();
+}
+
+std::string host_name() {
+  char name[256] = {};
+  gethostname(name, sizeof(name) - 1);
+  return name;
+}
+
+/// Gives every rank what every rank brought. Rank 0 collects, so that the
+/// store sees O(ranks) requests; `check` says what is wrong with a rank's
+/// value, or "", and ends the exchange for all as soon as it does.
+class Exchange {
+ public:
+  Exchange(c10d::Store& store, int rank, int world_size, milliseconds timeout)
+      : store_(store), rank_(rank), world_size_(world_size), deadline_(Clock::now() + timeout) {}
+
+  using Check = std::function<std::string(int rank, const std::string& value)>;
+
+  std::vector<std::string> operator()(
+      const std::string& topic, const std::string& value, const Check& check) {
+    if (rank_ == 0) {
+      collect(topic, value, check);
+    } else {
+      store_.set(key(topic, rank_), value);
+    }
+    const auto result = topic + "/all";
+    FSDP_CHECK_AS(
+        CommError, wait_for(result), "rank ", rank_,
+        " reached the store, but rank 0 did not answer in time: is it running?");
+    auto values = split(store_.get_to_str(result), '\n');
+    if (values.front() == "error") {
+      store_.add(topic + "/told", 1);
+      FSDP_THROW(CommError, values.back());
+    }
+    return values;
+  }
+
+ private:
+  static std::string key(const std::string& topic, int rank) {
+    return topic + "/" + std::to_string(rank);
+  }
+
+  bool wait_for(const std::string& key) {
+    while (Clock::now() < deadline_) {
+      if (store_.check({key})) {
+        return true;
+      }
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+    return false;
+  }
+
+  void collect(const std::string& topic, const std::string& value, const Check& check) {
+    std::vector<std::string> values(world_size_);
+    values[0] = value;
+    std::vector<int> missing;
+    for (int rank = 1; rank < world_size_; ++rank) {
+      missing.push_back(rank);
+    }
+    int64_t num_arrived = 0;
+    while (!missing.empty()) {
+      const auto arrived = [&](int rank) {
+        if (!store_.check({key(topic, rank)})) {
+          return false;
+        }
+        ++num_arrived;
+        values[rank] = store_.get_to_str(key(topic, rank));
+        const auto error = check(rank, values[rank]);
+        if (!error.empty()) {
+          end_for_all(topic, error, num_arrived);
+        }
+        return true;
+      };
+      missing.erase(std::remove_if(missing.begin(), missing.end(), arrived), missing.end());
+      if (!missing.empty() && Clock::now() >= deadline_) {
+        end_for_all(
+            topic,
+            c10::str(
+                "rank ", join(missing), " of ", world_size_,
+                " did not arrive in time; the others did"),
+            num_arrived);
+      }
+      if (!missing.empty()) {
+        std::this_thread::sleep_for(milliseconds(5));
+      }
+    }
+    store_.set(topic + "/all", join(values, "\n"));
+  }
+
+  /// Tells those who have arrived, and gives them time to hear it: the store
+  /// may end with this process.
+  [[noreturn]] void end_for_all(
+      const std::string& topic, const std::string& error, int64_t num_arrived) {
+    store_.set(topic + "/all", "error\n" + error);
+    const auto patience = Clock::now() + kPatience;
+    while (store_.add(topic + "/told", 0) < num_arrived && Clock::now() < patience) {
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+    FSDP_THROW(CommError, error);
+  }
+
+  c10d::Store& store_;
+  const int rank_;
+  const int world_size_;
+  const Clock::time_point deadline_;
+};
+
+void claim_rank(c10d::Store& store, int rank, const std::string& init_method) {
+  FSDP_CHECK_AS(
+      CommError, store.add("claim/" + std::to_string(rank), 1) == 1, "rank ", rank,
+      " is taken: two processes were started with it",
+      init_method.rfind("file://", 0) == 0
+          ? ", or " + init_method + " is left over from an earlier run and must be removed"
+          : "");
+}
+
+/// Makes sure that all ranks are there and want the same; learns where they are.
+void agree(
+    Rendezvous& met,
+    const InitOptions& options,
+    const std::string& backend,
+    const LaunchEnv& launch,
+    const std::string& master_host) {
+  // A process may leave its world and join another over the same store.
+  static std::atomic<int> generation{0};
+  met.store = c10::make_intrusive<c10d::PrefixStore>(
+      c10::str("fsdp/", launch.attempt, "/", generation++), met.store);
+  met.store->setTimeout(options.timeout);
+  claim_rank(*met.store, met.rank, options.init_method);
+
+  const auto agreed = c10::str("world size ", met.world_size, ", backend ", backend);
+  Exchange exchange(*met.store, met.rank, met.world_size, options.timeout);
+  const auto disagreement = [&](int rank, const std::string& value) -> std::string {
+    const auto theirs = split(value, '|').front();
+    return theirs == agreed
+               ? ""
+               : c10::str(
+                     "the ranks disagree: rank 0 has ", agreed, ", rank ", rank, " has ", theirs);
+  };
+  const auto machines = exchange("hello", agreed + "|" + machine_id(), disagreement);
+  const auto rank0 = split(machines[0], '|').front();
+  FSDP_CHECK_AS(
+      CommError, rank0 == agreed, "the ranks disagree: rank 0 has ", rank0, ", rank ", met.rank,
+      " has ", agreed);
+
+  const bool one_machine = std::all_of(
+      machines.begin(), machines.end(), [&](const auto& m) { return m == machines[0]; });
+  met.address =
+      one_machine ? "127.0.0.1" : address_towards(master_host.empty() ? host_name() : master_host);
+  met.liveness = std::make_shared<Liveness>(met.address);
+  met.liveness->set_peers(
+      exchange("alive", met.liveness->endpoint(), [](int, const std::string&) { return ""; }));
+}
+
+} // namespace
+
+Rendezvous meet(const InitOptions& options, const std::string& backend, const LaunchEnv& launch) {
+  Rendezvous met;
+  met.rank = options.rank >= 0 ? options.rank : launch.rank;
+  met.world_size = options.world_size >= 0 ? options.world_size : launch.world_size;
+  met.local_rank = launch.local_rank;
+  FSDP_CHECK_AS(
+      ConfigError, met.world_size >= 1 && met.rank >= 0 && met.rank < met.world_size, "rank ",
+      met.rank, " of ", met.world_size, ": ranks count from 0 and end below the world size");
+  if (met.world_size == 1) {
+    return met;
+  }
+
+  Endpoint master;
+  c10::intrusive_ptr<c10d::Store> store;
+  const auto tcp_store = [&](bool serve, bool one_machine) {
+    return serve ? serve_store(master, one_machine) : connect_store(master, options.timeout);
+  };
+  const auto& method = options.init_method;
+  if (method.rfind("tcp://", 0) == 0) {
+    master = parse_endpoint(method.substr(std::string("tcp://").size()), "init_method tcp://");
+    store = tcp_store(met.rank == 0, is_loopback(master.host));
+  } else if (method.rfind("file://", 0) == 0) {
+    store = file_store(method, met.world_size);
+  } else {
+    FSDP_CHECK_AS(
+        ConfigError, method == "env://", "init_method '", method,
+        "' is none of env://, tcp://host:port, file:///path");
+    FSDP_CHECK_AS(
+        ConfigError, launch.master_port != 0, "a world of ", met.world_size,
+        " ranks needs MASTER_ADDR and MASTER_PORT in the environment, or init_method tcp:// or "
+        "file://");
+    master = {launch.master_addr, static_cast<uint16_t>(launch.master_port)};
+    store = tcp_store(met.rank == 0 && !launch.agent_store, launch.one_machine());
+  }
+
+  met.store = std::move(store);
+  try {
+    agree(met, options, backend, launch, master.host);
+  } catch (const CommError&) {
+    throw;
+  } catch (const std::exception& error) {
+    FSDP_THROW(
+        CommError, "rank ", met.rank, " lost the store while the ranks met: has rank 0 ended? (",
+        error.what(), ")");
+  }
+  return met;
+}
+
+} // namespace fsdp::detail

@@ -1,0 +1,153 @@
+#include "process_group/socket.h"
+
+#include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "base/check.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
+
+AddressList resolve(const std::string& host, uint16_t port, int flags) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags;
+  addrinfo* found = nullptr;
+  const int error = getaddrinfo(
+      host.empty() ? nullptr : host.c_str(), std::to_string(port).c_str(), &hints, &found);
+  FSDP_CHECK_AS(
+      CommError, error == 0, "host '", host, "' cannot be resolved: ", gai_strerror(error));
+  return {found, &freeaddrinfo};
+}
+
+bool is_loopback_address(const sockaddr& address) {
+  if (address.sa_family == AF_INET) {
+    const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);
+    return (ntohl(v4.sin_addr.s_addr) >> 24) == 127;
+  }
+  const auto& v6 = reinterpret_cast<const sockaddr_in6&>(address);
+  return address.sa_family == AF_INET6 && IN6_IS_ADDR_LOOPBACK(&v6.sin6_addr);
+}
+
+std::string numeric(const sockaddr* address, socklen_t length) {
+  char text[NI_MAXHOST];
+  const int error = getnameinfo(address, length, text, sizeof(text), nullptr, 0, NI_NUMERICHOST);
+  FSDP_CHECK_AS(CommError, error == 0, "an address cannot be written: ", gai_strerror(error));
+  return text;
+}
+
+uint16_t bound_port(int fd) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof(address);
+  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
+  return ntohs(
+      address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port
+                                    : reinterpret_cast<sockaddr_in&>(address).sin_port);
+}
+
+} // namespace
+
+Fd& Fd::operator=(Fd&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  return *this;
+}
+
+Fd::~Fd() {
+  if (fd_ >= 0) {
+    close(fd_);
+  }
+}
+
+bool is_loopback(const std::string& host) {
+  if (host.empty()) {
+    return false;
+  }
+  try {
+    const auto list = resolve(host, 0, 0);
+    for (const auto* item = list.get(); item; item = item->ai_next) {
+      if (!is_loopback_address(*item->ai_addr)) {
+        return false;
+      }
+    }
+    return true;
+  } catch (const CommError&) {
+    return false; // whoever connects will say so
+  }
+}
+
+Listener listen_on(const std::string& host, uint16_t port) {
+  const auto list = resolve(host, port, AI_PASSIVE);
+  int last_error = 0;
+  // IPv6 first where all addresses are asked for: it takes IPv4 callers too.
+  for (const int family : {host.empty() ? AF_INET6 : AF_INET, host.empty() ? AF_INET : AF_INET6}) {
+    for (const auto* item = list.get(); item; item = item->ai_next) {
+      if (item->ai_family != family) {
+        continue;
+      }
+      Fd fd(socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+      const int yes = 1;
+      const int no = 0;
+      setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes));
+      if (family == AF_INET6) {
+        setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &no, sizeof(no));
+      }
+      if (fd.get() >= 0 && bind(fd.get(), item->ai_addr, item->ai_addrlen) == 0 &&
+          listen(fd.get(), 4096) == 0) {
+        const auto bound = bound_port(fd.get());
+        return {std::move(fd), bound};
+      }
+      last_error = errno;
+    }
+  }
+  FSDP_CHECK_AS(
+      CommError, last_error != EADDRINUSE, "port ", port, " is already in use",
+      host.empty() ? "" : " on " + host,
+      ": another job, or an earlier run of this one, still listens there; set MASTER_PORT (or the "
+      "port in tcp://) to a free one");
+  FSDP_THROW(
+      CommError, "cannot listen on ", host.empty() ? "any address" : host, ", port ", port, ": ",
+      std::strerror(last_error));
+}
+
+std::string address_towards(const std::string& host) {
+  const auto list = resolve(host, 1, 0);
+  for (const auto* item = list.get(); item; item = item->ai_next) {
+    // Connecting a datagram socket sends nothing; it only picks the route.
+    Fd fd(socket(item->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    sockaddr_storage address{};
+    socklen_t length = sizeof(address);
+    if (fd.get() >= 0 && connect(fd.get(), item->ai_addr, item->ai_addrlen) == 0 &&
+        getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &length) == 0) {
+      return numeric(reinterpret_cast<sockaddr*>(&address), length);
+    }
+  }
+  FSDP_THROW(CommError, "there is no route to host '", host, "'");
+}
+
+bool can_connect(const std::string& address, uint16_t port, std::chrono::milliseconds timeout) {
+  const auto list = resolve(address, port, AI_NUMERICHOST);
+  Fd fd(socket(list->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (connect(fd.get(), list->ai_addr, list->ai_addrlen) == 0) {
+    return true;
+  }
+  pollfd waiting{.fd = fd.get(), .events = POLLOUT, .revents = 0};
+  if (errno != EINPROGRESS || poll(&waiting, 1, static_cast<int>(timeout.count())) <= 0) {
+    return false;
+  }
+  int error = 0;
+  socklen_t length = sizeof(error);
+  return getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length) == 0 && error == 0;
+}
+
+} // namespace fsdp::detail

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "process_group/group_state.h"
+#include "process_group/rendezvous.h"
+
+namespace fsdp::detail {
+
+/// What a backend of processes needs to connect one group.
+struct BackendSpec {
+  c10::intrusive_ptr<c10d::Store> store; // the group's own
+  int rank = 0;
+  int size = 0;
+  std::string name;
+  std::vector<int> world_ranks;
+  std::string address; // to listen on
+  std::chrono::milliseconds timeout{};
+};
+
+using MakeBackend = std::function<c10::intrusive_ptr<c10d::Backend>(const BackendSpec&)>;
+
+/// Makes groups of processes that met through a store.
+class StoreFactory : public BackendFactory {
+ public:
+  StoreFactory(
+      Rendezvous met,
+      std::string transport,
+      std::chrono::milliseconds timeout,
+      MakeBackend make_backend);
+
+  std::string diagnose() override;
+
+ protected:
+  c10::intrusive_ptr<c10d::Backend> make(
+      const std::string& name, const std::vector<int>& world_ranks, int rank) override;
+
+ private:
+  const Rendezvous met_;
+  const std::chrono::milliseconds timeout_;
+  const MakeBackend make_backend_;
+};
+
+} // namespace fsdp::detail

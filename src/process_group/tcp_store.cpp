@@ -1,0 +1,89 @@
+#include "process_group/tcp_store.h"
+
+#include <signal.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <map>
+#include <mutex>
+
+#include "base/check.h"
+#include "base/text.h"
+#include "process_group/socket.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+constexpr const char* kLoopback = "127.0.0.1";
+
+// c10d writes to the store's socket without MSG_NOSIGNAL (Python ignores the
+// signal for everyone): a server that ends would kill its clients.
+void ignore_broken_pipes() {
+  struct sigaction current{};
+  if (sigaction(SIGPIPE, nullptr, &current) == 0 && current.sa_handler == SIG_DFL) {
+    signal(SIGPIPE, SIG_IGN);
+  }
+}
+
+} // namespace
+
+Endpoint parse_endpoint(const std::string& text, const std::string& what) {
+  const auto colon = text.rfind(':');
+  FSDP_CHECK_AS(
+      ConfigError, colon != std::string::npos && colon > 0, what, " '", text,
+      "' must be host:port");
+  const auto port = parse_int(text.substr(colon + 1), "the port of " + what + " '" + text + "'");
+  FSDP_CHECK_AS(
+      ConfigError, port > 0 && port < 65536, what, " '", text, "': ", port, " is not a port");
+  auto host = text.substr(0, colon);
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
+    host = host.substr(1, host.size() - 2);
+  }
+  return {host, static_cast<uint16_t>(port)};
+}
+
+c10::intrusive_ptr<c10d::Store> serve_store(Endpoint& endpoint, bool one_machine) {
+  // Kept to the end of the process: a rank that joins its next world would
+  // otherwise race the end of the last one's store.
+  static std::mutex mutex;
+  static std::map<uint16_t, c10::intrusive_ptr<c10d::Store>> served;
+  std::lock_guard lock(mutex);
+  ignore_broken_pipes();
+  if (one_machine) {
+    endpoint.host = kLoopback;
+  }
+  if (const auto found = served.find(endpoint.port); found != served.end()) {
+    return found->second;
+  }
+  auto listener = listen_on(one_machine ? kLoopback : "", endpoint.port);
+  endpoint.port = listener.port;
+  c10d::TCPStoreOptions options;
+  options.port = listener.port;
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.masterListenFd = listener.fd.get();
+  auto store = c10::make_intrusive<c10d::TCPStore>(kLoopback, options);
+  listener.fd.release(); // the store closes it
+  served[endpoint.port] = store;
+  return store;
+}
+
+c10::intrusive_ptr<c10d::Store> connect_store(
+    const Endpoint& endpoint, std::chrono::milliseconds timeout) {
+  ignore_broken_pipes();
+  c10d::TCPStoreOptions options;
+  options.port = endpoint.port;
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  try {
+    // A server on the loopback address has no IPv6 twin.
+    return c10::make_intrusive<c10d::TCPStore>(
+        is_loopback(endpoint.host) ? kLoopback : endpoint.host, options);
+  } catch (const std::exception& error) {
+    FSDP_THROW(
+        CommError, "no store answers at ", endpoint.host, ":", endpoint.port, " within ",
+        timeout.count(), " ms: is rank 0 running, and is this its address? (", error.what(), ")");
+  }
+}
+
+} // namespace fsdp::detail

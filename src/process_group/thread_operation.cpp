@@ -1,0 +1,196 @@
+#include "process_group/thread_operation.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/StreamGuard.h>
+
+#include <cstring>
+#include <numeric>
+
+#include "base/text.h"
+#include "process_group/reduction.h"
+#include "runtime/stream.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+void copy_flat(const at::Tensor& target, const at::Tensor& source) {
+  if (target.is_cpu()) {
+    // Plain bytes: no dispatch, and no intra-op threads on top of the ranks'.
+    if (source.nbytes() > 0) {
+      std::memmove(target.data_ptr(), source.const_data_ptr(), source.nbytes());
+    }
+  } else {
+    target.copy_(source, /*non_blocking=*/true);
+  }
+}
+
+/// Part `index` of `count` equal parts, flat.
+at::Tensor part(const at::Tensor& tensor, int64_t index, int64_t count) {
+  const int64_t length = tensor.numel() / count;
+  return tensor.view(-1).narrow(0, index * length, length);
+}
+
+/// Part `index` of an all-to-all buffer, flat.
+at::Tensor split_part(
+    const at::Tensor& tensor, const std::vector<int64_t>& splits, int64_t index, int64_t count) {
+  if (splits.empty()) {
+    return part(tensor, index, count);
+  }
+  const int64_t row = tensor.size(0) == 0 ? 0 : tensor.numel() / tensor.size(0);
+  const int64_t start = std::accumulate(splits.begin(), splits.begin() + index, int64_t{0});
+  return tensor.view(-1).narrow(0, start * row, splits[index] * row);
+}
+
+/// What must agree between ranks, apart from all-to-all's parts.
+bool fits(const CollectiveCall& a, const CollectiveCall& b) {
+  if (a.kind != b.kind) {
+    return false;
+  }
+  switch (a.kind) {
+    case CollectiveKind::Barrier:
+      return true;
+    case CollectiveKind::AllToAll:
+      return a.output.scalar_type() == b.output.scalar_type();
+    default:
+      return a.output.scalar_type() == b.output.scalar_type() &&
+             a.output.numel() == b.output.numel() && a.op.kind() == b.op.kind() && a.root == b.root;
+  }
+}
+
+bool parts_fit(const std::vector<ThreadCall>& calls) {
+  const auto n = static_cast<int64_t>(calls.size());
+  for (int64_t to = 0; to < n; ++to) {
+    for (int64_t from = 0; from < n; ++from) {
+      const auto& receiver = calls[to].call;
+      const auto& sender = calls[from].call;
+      if (split_part(receiver.output, receiver.out_splits, from, n).numel() !=
+          split_part(sender.input, sender.in_splits, to, n).numel()) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+} // namespace
+
+ThreadCall::ThreadCall(CollectiveCall made) : call(std::move(made)) {
+  if (call.output.defined() && has_streams(call.output.device())) {
+    stream = current_stream(call.output.device());
+    ready.emplace(stream->device_type());
+    ready->record(*stream);
+  }
+}
+
+std::string ThreadOperation::mismatch(
+    const std::vector<ThreadCall>& calls, const std::vector<int>& world_ranks) {
+  bool ok = true;
+  for (const auto& other : calls) {
+    ok = ok && fits(calls.front().call, other.call);
+  }
+  if (ok && calls.front().call.kind == CollectiveKind::AllToAll) {
+    ok = parts_fit(calls);
+  }
+  if (ok) {
+    return "";
+  }
+  std::vector<std::string> lines;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    lines.push_back(c10::str("rank ", world_ranks[i], ": ", calls[i].call.str()));
+  }
+  return "the ranks brought different calls: " + join(lines, "; ");
+}
+
+void ThreadOperation::run_part(int rank) {
+  // The caller's tensors may need gradients or be in use by autograd; as with
+  // any c10d backend, what happens here is invisible to it.
+  c10::InferenceMode not_inference(false);
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto& mine = calls_[rank];
+  c10::OptionalStreamGuard guard;
+  if (mine.stream) {
+    guard.reset_stream(*mine.stream);
+    for (auto& peer : calls_) {
+      peer.ready->block(*mine.stream);
+    }
+  }
+  compute(rank);
+  if (mine.stream) {
+    mine.done.emplace(mine.stream->device_type());
+    mine.done->record(*mine.stream);
+  }
+}
+
+void ThreadOperation::order_after_parts(int rank) {
+  auto& mine = calls_[rank];
+  if (!mine.stream) {
+    return;
+  }
+  for (auto& peer : calls_) {
+    peer.done->block(*mine.stream);
+  }
+}
+
+void ThreadOperation::release() {
+  for (auto& each : calls_) {
+    each.call = {};
+  }
+}
+
+void ThreadOperation::compute(int rank) {
+  const auto& mine = calls_[rank].call;
+  const auto n = static_cast<int64_t>(calls_.size());
+  switch (mine.kind) {
+    case CollectiveKind::AllGather:
+      for (int64_t i = 0; i < n; ++i) {
+        copy_flat(part(mine.output, i, n), calls_[i].call.input.view(-1));
+      }
+      break;
+    case CollectiveKind::ReduceScatter: {
+      std::vector<at::Tensor> inputs;
+      for (const auto& peer : calls_) {
+        inputs.push_back(part(peer.call.input, rank, n));
+      }
+      reduce_in_order(mine.output.view(-1), inputs, mine.op);
+      break;
+    }
+    case CollectiveKind::AllReduce: {
+      // Slice `rank` of every tensor: reduced in rank 0's place, then copied.
+      const int64_t numel = mine.output.numel();
+      const int64_t start = numel * rank / n;
+      const int64_t length = numel * (rank + 1) / n - start;
+      std::vector<at::Tensor> slices;
+      for (const auto& peer : calls_) {
+        slices.push_back(peer.call.output.view(-1).narrow(0, start, length));
+      }
+      reduce_in_order(slices[0], slices, mine.op);
+      for (int64_t i = 1; i < n; ++i) {
+        copy_flat(slices[i], slices[0]);
+      }
+      break;
+    }
+    case CollectiveKind::Broadcast:
+      if (rank != mine.root) {
+        copy_flat(mine.output, calls_[mine.root].call.output);
+      }
+      break;
+    case CollectiveKind::Scatter:
+      copy_flat(mine.output.view(-1), part(calls_[mine.root].call.input, rank, n));
+      break;
+    case CollectiveKind::AllToAll:
+      for (int64_t i = 0; i < n; ++i) {
+        const auto& peer = calls_[i].call;
+        copy_flat(
+            split_part(mine.output, mine.out_splits, i, n),
+            split_part(peer.input, peer.in_splits, rank, n));
+      }
+      break;
+    case CollectiveKind::Barrier:
+      break;
+  }
+}
+
+} // namespace fsdp::detail
