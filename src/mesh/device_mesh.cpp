@@ -1,0 +1,262 @@
+#include <fsdp/device_mesh.h>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <set>
+#include <utility>
+
+#include <fsdp/distributed.h>
+
+#include "base/text.h"
+#include "mesh/mesh_layout.h"
+
+namespace fsdp {
+
+namespace detail {
+
+/// What a mesh and its slices share.
+struct MeshRoot {
+  c10::DeviceType device_type;
+  std::vector<int64_t> shape;
+  std::vector<std::string> names;
+  std::vector<int64_t> coordinate; // of this rank
+  ProcessGroup world;
+  std::mutex mutex;
+  std::map<std::string, std::vector<int64_t>> flattened; // name -> root axes
+};
+
+struct MeshState {
+  std::shared_ptr<MeshRoot> root;
+  std::vector<std::vector<int64_t>> axes; // root axes of each axis
+  std::vector<std::string> names;         // of each axis, or none
+  std::vector<int64_t> shape;
+  std::vector<ProcessGroup> groups; // of this rank, by axis
+};
+
+namespace {
+
+DeviceMesh make_mesh(
+    std::shared_ptr<MeshRoot> root,
+    std::vector<std::vector<int64_t>> axes,
+    std::vector<std::string> names) {
+  auto state = std::make_shared<MeshState>();
+  for (const auto& axis : axes) {
+    state->shape.push_back(axes_size(root->shape, axis));
+    // The same ranks give the same group, so slices and meshes share theirs.
+    state->groups.push_back(root->world.new_group(axes_ranks(root->shape, root->coordinate, axis)));
+  }
+  state->root = std::move(root);
+  state->axes = std::move(axes);
+  state->names = std::move(names);
+  return DeviceMesh(std::move(state));
+}
+
+std::vector<int64_t> concatenated(const std::vector<std::vector<int64_t>>& axes) {
+  std::vector<int64_t> all;
+  for (const auto& axis : axes) {
+    all.insert(all.end(), axis.begin(), axis.end());
+  }
+  return all;
+}
+
+void check_names(const std::vector<std::string>& names, size_t num_axes) {
+  TORCH_CHECK_VALUE(
+      names.empty() || names.size() == num_axes, "[init_device_mesh] ", names.size(), " names (",
+      join(names), ") for ", num_axes, " axes");
+  TORCH_CHECK_VALUE(
+      std::set<std::string>(names.begin(), names.end()).size() == names.size(),
+      "[init_device_mesh] the axis names ", join(names), " are not all different");
+}
+
+} // namespace
+} // namespace detail
+
+DeviceMesh::DeviceMesh(std::shared_ptr<const detail::MeshState> state) : state_(std::move(state)) {}
+
+c10::DeviceType DeviceMesh::device_type() const {
+  return state_->root->device_type;
+}
+
+int64_t DeviceMesh::ndim() const {
+  return static_cast<int64_t>(state_->axes.size());
+}
+
+const std::vector<int64_t>& DeviceMesh::shape() const {
+  return state_->shape;
+}
+
+const std::vector<std::string>& DeviceMesh::names() const {
+  return state_->names;
+}
+
+int64_t DeviceMesh::size() const {
+  return std::accumulate(
+      state_->shape.begin(), state_->shape.end(), int64_t{1}, std::multiplies<>());
+}
+
+int64_t DeviceMesh::size(int64_t axis) const {
+  check_axis(axis);
+  return state_->shape[axis];
+}
+
+int64_t DeviceMesh::size(std::string_view axis) const {
+  return size(axis_index(axis));
+}
+
+std::vector<int> DeviceMesh::ranks() const {
+  const auto& root = *state_->root;
+  return detail::axes_ranks(root.shape, root.coordinate, detail::concatenated(state_->axes));
+}
+
+std::vector<int64_t> DeviceMesh::get_coordinate() const {
+  std::vector<int64_t> coordinate;
+  for (int64_t axis = 0; axis < ndim(); ++axis) {
+    coordinate.push_back(get_local_rank(axis));
+  }
+  return coordinate;
+}
+
+int64_t DeviceMesh::get_local_rank(int64_t axis) const {
+  check_axis(axis);
+  const auto& root = *state_->root;
+  return detail::axes_index(root.shape, root.coordinate, state_->axes[axis]);
+}
+
+int64_t DeviceMesh::get_local_rank(std::string_view axis) const {
+  return get_local_rank(axis_index(axis));
+}
+
+int64_t DeviceMesh::get_local_rank() const {
+  return get_group().rank();
+}
+
+ProcessGroup DeviceMesh::get_group(int64_t axis) const {
+  check_axis(axis);
+  return state_->groups[axis];
+}
+
+ProcessGroup DeviceMesh::get_group(std::string_view axis) const {
+  return get_group(axis_index(axis));
+}
+
+ProcessGroup DeviceMesh::get_group() const {
+  TORCH_CHECK_VALUE(ndim() == 1, "[DeviceMesh] ", str(), " has ", ndim(), " axes; say which");
+  return get_group(0);
+}
+
+DeviceMesh DeviceMesh::operator[](std::string_view axis) const {
+  return (*this)[std::vector<std::string>{std::string(axis)}];
+}
+
+DeviceMesh DeviceMesh::operator[](std::initializer_list<std::string> axes) const {
+  return (*this)[std::vector<std::string>(axes)];
+}
+
+DeviceMesh DeviceMesh::operator[](const std::vector<std::string>& axes) const {
+  TORCH_CHECK_VALUE(!axes.empty(), "[DeviceMesh] a slice needs at least one axis");
+  TORCH_CHECK_VALUE(
+      !state_->names.empty(), "[DeviceMesh] ", str(),
+      " has no axis names to slice by; give them to init_device_mesh");
+  auto& root = *state_->root;
+  std::vector<std::vector<int64_t>> sliced;
+  for (const auto& name : axes) {
+    const auto own = std::find(state_->names.begin(), state_->names.end(), name);
+    std::lock_guard lock(root.mutex);
+    const auto flat = root.flattened.find(name);
+    TORCH_CHECK_INDEX(
+        own != state_->names.end() || flat != root.flattened.end(), "[DeviceMesh] ", str(),
+        " has no axis '", name, "'; it has ", detail::join(state_->names));
+    sliced.push_back(
+        own != state_->names.end() ? state_->axes[own - state_->names.begin()] : flat->second);
+  }
+  const auto all = detail::concatenated(sliced);
+  TORCH_CHECK_VALUE(
+      std::adjacent_find(all.begin(), all.end(), std::greater_equal<>()) == all.end(),
+      "[DeviceMesh] the axes ", detail::join(axes),
+      " overlap or are not in the mesh's own order: ", str());
+  return detail::make_mesh(state_->root, sliced, axes);
+}
+
+DeviceMesh DeviceMesh::flatten(const std::string& name) const {
+  TORCH_CHECK_VALUE(
+      !state_->names.empty(), "[DeviceMesh] ", str(), " has no axis names: name them to flatten");
+  const auto flat_name = name.empty() ? detail::join(state_->names, "_") : name;
+  const auto axes = detail::concatenated(state_->axes);
+  auto& root = *state_->root;
+  {
+    std::lock_guard lock(root.mutex);
+    const auto known = root.flattened.find(flat_name);
+    const bool taken = known != root.flattened.end() && known->second != axes;
+    const bool is_axis = ndim() > 1 && std::find(root.names.begin(), root.names.end(), flat_name) !=
+                                           root.names.end();
+    TORCH_CHECK_VALUE(
+        !taken && !is_axis, "[DeviceMesh] '", flat_name, "' already names another axis of ", str());
+    root.flattened[flat_name] = axes;
+  }
+  return detail::make_mesh(state_->root, {axes}, {flat_name});
+}
+
+std::string DeviceMesh::str() const {
+  std::vector<std::string> parts;
+  for (size_t i = 0; i < state_->shape.size(); ++i) {
+    const auto size = std::to_string(state_->shape[i]);
+    parts.push_back(state_->names.empty() ? size : state_->names[i] + "=" + size);
+  }
+  return c10::str(
+      "DeviceMesh(", c10::DeviceTypeName(device_type(), /*lower_case=*/true), ", ",
+      detail::join(parts), ")");
+}
+
+bool DeviceMesh::operator==(const DeviceMesh& other) const {
+  const auto& a = *state_;
+  const auto& b = *other.state_;
+  return a.root->device_type == b.root->device_type && a.root->shape == b.root->shape &&
+         a.root->world == b.root->world && a.axes == b.axes && a.names == b.names;
+}
+
+int64_t DeviceMesh::axis_index(std::string_view axis) const {
+  const auto& names = state_->names;
+  const auto found = std::find(names.begin(), names.end(), axis);
+  TORCH_CHECK_INDEX(
+      found != names.end(), "[DeviceMesh] ", str(), " has no axis '", axis, "'; it has ",
+      names.empty() ? "no names" : detail::join(names));
+  return found - names.begin();
+}
+
+void DeviceMesh::check_axis(int64_t axis) const {
+  TORCH_CHECK_INDEX(axis >= 0 && axis < ndim(), "[DeviceMesh] ", str(), " has no axis ", axis);
+}
+
+DeviceMesh init_device_mesh(
+    c10::DeviceType device_type,
+    const std::vector<int64_t>& shape,
+    const std::vector<std::string>& names) {
+  detail::check_names(names, shape.size());
+  const auto world = default_group();
+  int64_t product = shape.empty() ? 0 : 1;
+  for (const auto size : shape) {
+    TORCH_CHECK_VALUE(
+        size > 0, "[init_device_mesh] axis sizes must be positive: ", c10::IntArrayRef(shape));
+    product *= size;
+  }
+  TORCH_CHECK_VALUE(
+      product == world.size(), "[init_device_mesh] the shape ", c10::IntArrayRef(shape),
+      " multiplies to ", product, ", but the world has ", world.size(), " ranks");
+  auto root = std::make_shared<detail::MeshRoot>();
+  root->device_type = device_type;
+  root->shape = shape;
+  root->names = names;
+  root->coordinate = detail::grid_coordinate(shape, world.rank());
+  root->world = world;
+  std::vector<std::vector<int64_t>> axes;
+  for (size_t axis = 0; axis < shape.size(); ++axis) {
+    axes.push_back({static_cast<int64_t>(axis)});
+  }
+  return detail::make_mesh(std::move(root), std::move(axes), names);
+}
+
+} // namespace fsdp
