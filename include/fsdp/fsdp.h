@@ -1,0 +1,11 @@
+#pragma once
+
+#include <fsdp/device_mesh.h>
+#include <fsdp/distributed.h>
+#include <fsdp/dtensor.h>
+#include <fsdp/error.h>
+#include <fsdp/launch.h>
+#include <fsdp/placement.h>
+#include <fsdp/process_group.h>
+#include <fsdp/reduce_op.h>
+#include <fsdp/version.h>
