@@ -1,0 +1,16 @@
+#pragma once
+
+#include <CLI/CLI.hpp>
+
+#include <functional>
+
+namespace fsdp::cli {
+
+/// What a chosen command does; its result is the exit code.
+using Action = std::function<int()>;
+
+// Each adds one command to the tool, and sets `action` when it is chosen.
+void add_run(CLI::App& app, Action& action);
+void add_train(CLI::App& app, Action& action);
+
+} // namespace fsdp::cli
