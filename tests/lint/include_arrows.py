@@ -1,0 +1,113 @@
+"""Checks that the rooms of src/ include each other in one direction only.
+
+The table below is the architecture: a room may include itself and the rooms it
+lists. It also keeps some names in the one file or room that may spell them.
+"""
+
+import pathlib
+import re
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+MAY_INCLUDE = {
+    "base": set(),
+    "runtime": {"base"},
+    "process_group": {"base", "runtime"},
+    "mesh": {"base", "runtime", "process_group"},
+    "tensor": {"base", "runtime", "process_group", "mesh"},
+}
+
+# Room of each public header; one that is missing here is an error.
+PUBLIC = {
+    "device_mesh.h": "mesh",
+    "distributed.h": "process_group",
+    "dtensor.h": "tensor",
+    "error.h": "base",
+    "export.h": "base",
+    "fsdp.h": None,  # the umbrella: for users only
+    "launch.h": "process_group",
+    "placement.h": "tensor",
+    "process_group.h": "process_group",
+    "reduce_op.h": "process_group",
+    "version.h": "base",
+}
+
+# What -> the only files (relative to src/) that may contain it.
+ONLY_IN = {
+    r"_allgather_base|_reduce_scatter_base|alltoall_base": r"process_group/c10d_adapter\.",
+    r"<(cuda|ATen/cuda|c10/cuda)|ProcessGroupNCCL\.hpp": r"process_group/nccl_backend\.cpp",
+    r"ProcessGroupGloo\.hpp|<gloo/": r"process_group/gloo_",
+    r"<torch/torch\.h>|<torch/nn": r"module/",
+    r"\bgetenv\b": r"process_group/launch_env\.cpp",
+}
+
+INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"([^"]+)"|<fsdp/([^>]+)>)', re.MULTILINE)
+
+
+def room_of(included, public):
+    if public:
+        return PUBLIC.get(public, "unknown public header")
+    return included.split("/")[0]
+
+
+def problems(root):
+    found = []
+    files = [*(root / "src").rglob("*.h"), *(root / "src").rglob("*.cpp")]
+    for path in files:
+        name = path.relative_to(root / "src").as_posix()
+        if "gloo_declarations" in name:
+            continue
+        room = name.split("/")[0]
+        text = path.read_text()
+        if room not in MAY_INCLUDE:
+            found.append(f"{name}: there is no room '{room}'")
+            continue
+        for match in INCLUDE.finditer(text):
+            target = room_of(*match.groups())
+            if target != room and target not in MAY_INCLUDE[room]:
+                found.append(f"{name}: {room} must not include {match[0].strip()} of {target}")
+        for pattern, allowed in ONLY_IN.items():
+            if re.search(pattern, text) and not re.match(allowed, name):
+                found.append(f"{name}: contains {pattern}, which belongs to {allowed}")
+    for path in (root / "include" / "fsdp").glob("*.h"):
+        room = PUBLIC.get(path.name, "unknown")
+        if room == "unknown":
+            found.append(f"{path.name}: a public header without a room")
+        for match in INCLUDE.finditer(path.read_text()):
+            target = room_of(*match.groups())
+            if room in MAY_INCLUDE and target != room and target not in MAY_INCLUDE[room]:
+                found.append(f"{path.name}: {room} must not include {match[0].strip()}")
+    for path in [*(root / "cli").rglob("*.h"), *(root / "cli").rglob("*.cpp")]:
+        for included in re.findall(r'#include "([^"]+)"', path.read_text()):
+            if not included.startswith("cli/"):
+                found.append(f"cli/{path.name}: includes {included}, which is not public")
+    return found
+
+
+class IncludeArrows(unittest.TestCase):
+    def test_this_tree_follows_the_rooms(self):
+        self.assertEqual(problems(ROOT), [])
+
+    def test_wrong_arrows_are_caught(self):
+        bad = {
+            "src/base/x.h": '#include "mesh/mesh_layout.h"\n',
+            "src/mesh/x.cpp": "#include <fsdp/dtensor.h>\n",
+            "src/mesh/y.cpp": "#include <fsdp/fsdp.h>\n",
+            "src/tensor/x.cpp": "backend._allgather_base(a, b);\n",
+            "src/attic/x.cpp": "\n",
+            "include/fsdp/new.h": "\n",
+            "include/fsdp/reduce_op.h": "#include <fsdp/placement.h>\n",
+            "cli/x.cpp": '#include "base/text.h"\n',
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            root = pathlib.Path(folder)
+            for name, text in bad.items():
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / name).write_text(text)
+            self.assertEqual(len(problems(root)), len(bad), problems(root))
+
+
+if __name__ == "__main__":
+    unittest.main()
