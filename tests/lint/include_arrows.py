@@ -17,6 +17,9 @@ MAY_INCLUDE = {
     "process_group": {"base", "runtime"},
     "mesh": {"base", "runtime", "process_group"},
     "tensor": {"base", "runtime", "process_group", "mesh"},
+    "collective": {"base", "runtime", "process_group", "mesh", "tensor"},
+    "param": {"base", "runtime", "process_group", "mesh", "tensor", "collective"},
+    "group": {"base", "runtime", "process_group", "mesh", "tensor", "collective", "param"},
 }
 
 # Room of each public header; one that is missing here is an error.

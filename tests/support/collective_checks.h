@@ -86,7 +86,8 @@ inline void check_every_collective(
   }
   const std::vector<int64_t> in_splits(n, rank + 1);
   auto rows = torch::full({n * (n + 1) / 2, 2}, -1.0, device);
-  group.all_to_all(rows, torch::full({n * (rank + 1), 2}, rank + 0.5, device), out_splits, in_splits);
+  group.all_to_all(
+      rows, torch::full({n * (rank + 1), 2}, rank + 0.5, device), out_splits, in_splits);
   int64_t start = 0;
   for (int r = 0; r < n; ++r) {
     EXPECT_SAME(rows.narrow(0, start, r + 1), torch::full({r + 1, 2}, r + 0.5));

@@ -1,0 +1,45 @@
+#include "param/freeable_buffer.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/version.h>
+
+#include <utility>
+
+namespace fsdp::detail {
+
+FreeableBuffer::FreeableBuffer(int64_t numel, const at::TensorOptions& options, std::string message)
+    : message_(std::move(message)) {
+  // An inference tensor could not be saved for backward later.
+  c10::InferenceMode not_inference(false);
+  tensor_ = at::empty({0}, options).variable_data();
+  nbytes_ = numel * tensor_.element_size();
+  tensor_.storage().unsafeGetStorageImpl()->set_nbytes(nbytes_);
+  tensor_.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
+}
+
+void FreeableBuffer::allocate() {
+  if (allocated_) {
+    return;
+  }
+  auto* storage = tensor_.storage().unsafeGetStorageImpl();
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  storage->clear_data_ptr_access_error_msg_();
+#endif
+  storage->set_data_ptr_noswap(storage->allocator()->allocate(nbytes_));
+  storage->set_nbytes(nbytes_);
+  allocated_ = true;
+}
+
+void FreeableBuffer::free() {
+  auto* storage = tensor_.storage().unsafeGetStorageImpl();
+  storage->set_nbytes(0);
+  storage->set_data_ptr_noswap(storage->allocator()->allocate(0));
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  // 2.11 cannot take the message back; a touch there is a null pointer.
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message_);
+#endif
+  allocated_ = false;
+}
+
+} // namespace fsdp::detail

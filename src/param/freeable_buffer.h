@@ -1,0 +1,40 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+namespace fsdp::detail {
+
+// Note [Freeing by storage]
+//
+// What autograd saves of an unsharded parameter is a reference to its storage
+// object. So between reshard and the next unshard the storage object stays and
+// only its memory goes: when it comes back, with the same values, all that was
+// saved is valid again, and nothing had to be told.
+
+/// A flat buffer whose memory can be freed and allocated again, in place. All
+/// views of it follow. Touching a freed one throws the given message.
+class FreeableBuffer {
+ public:
+  /// Has its size but no memory yet: make the views, then call `free`.
+  FreeableBuffer(int64_t numel, const at::TensorOptions& options, std::string message);
+
+  /// 1D, the whole buffer.
+  const at::Tensor& tensor() const {
+    return tensor_;
+  }
+  bool allocated() const {
+    return allocated_;
+  }
+  void allocate();
+  void free();
+
+ private:
+  at::Tensor tensor_;
+  const std::string message_;
+  size_t nbytes_ = 0;
+  bool allocated_ = false;
+};
+
+} // namespace fsdp::detail

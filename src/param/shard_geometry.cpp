@@ -1,0 +1,53 @@
+#include "param/shard_geometry.h"
+
+#include <c10/util/Exception.h>
+
+#include <functional>
+#include <numeric>
+
+#include "tensor/shard_layout.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+int64_t product(const std::vector<int64_t>& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
+}
+
+} // namespace
+
+int64_t ShardGeometry::shard_numel() const {
+  return product(shard_sizes);
+}
+
+ShardGeometry shard_geometry(
+    const std::string& name,
+    const std::vector<int64_t>& sizes,
+    int64_t dim,
+    int64_t num_ranks,
+    int64_t rank) {
+  const auto ndim = static_cast<int64_t>(sizes.size());
+  TORCH_CHECK_VALUE(
+      ndim > 0, "[fully_shard] parameter '", name,
+      "' is a scalar, which cannot be sharded; make it a 1D tensor of one element");
+  TORCH_CHECK_VALUE(
+      dim >= -ndim && dim < ndim, "[fully_shard] parameter '", name, "' ", c10::IntArrayRef(sizes),
+      " has no dim ", dim, " to shard");
+  dim = dim < 0 ? dim + ndim : dim;
+  TORCH_CHECK_VALUE(
+      dim == 0 || sizes[dim] % num_ranks == 0, "[fully_shard] parameter '", name, "' ",
+      c10::IntArrayRef(sizes), " does not divide evenly over ", num_ranks, " ranks along dim ", dim,
+      "; uneven sharding works along dim 0 only");
+  ShardGeometry geometry{.sizes = sizes, .dim = dim, .num_ranks = num_ranks};
+  const auto run = chunk_run(sizes[dim], num_ranks, rank);
+  geometry.offset = run.offset;
+  geometry.shard_sizes = sizes;
+  geometry.shard_sizes[dim] = run.length;
+  auto padded = sizes;
+  padded[dim] = chunk_run(sizes[dim], num_ranks, 0).length;
+  geometry.padded_numel = product(padded);
+  return geometry;
+}
+
+} // namespace fsdp::detail

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace fsdp::detail {
+
+/// How one parameter is divided over the ranks of a group, seen from one of
+/// them: numbers only. Every rank's shard is padded to the longest.
+struct ShardGeometry {
+  std::vector<int64_t> sizes; // of the whole parameter
+  int64_t dim = 0;
+  int64_t num_ranks = 1;
+  int64_t offset = 0;               // where this rank's shard begins along `dim`
+  std::vector<int64_t> shard_sizes; // this rank's
+  int64_t padded_numel = 0;         // every rank's
+
+  int64_t shard_numel() const;
+  /// Elements of the gathered, padded parameter.
+  int64_t gathered_numel() const {
+    return padded_numel * num_ranks;
+  }
+};
+
+/// Divides as `torch::chunk` does along dim 0; along another dim only where it
+/// divides evenly. A negative dim counts from the end. Throws ValueError that
+/// names the parameter.
+ShardGeometry shard_geometry(
+    const std::string& name,
+    const std::vector<int64_t>& sizes,
+    int64_t dim,
+    int64_t num_ranks,
+    int64_t rank);
+
+} // namespace fsdp::detail

@@ -1,0 +1,210 @@
+// Geometry, freeable memory, and the two faces of one parameter.
+#include "param/fsdp_param.h"
+
+#include <torch/torch.h>
+
+#include "param/freeable_buffer.h"
+#include "support/tensors.h"
+
+namespace fsdp::detail {
+namespace {
+
+using Sizes = std::vector<int64_t>;
+using test::contains;
+using test::message_of;
+
+TEST(ShardGeometry, PadsEveryShardToTheLongest) {
+  const auto last = shard_geometry("w", {5, 3}, 0, 4, 2);
+  EXPECT_EQ(last.shard_sizes, (Sizes{1, 3}));
+  EXPECT_EQ(last.offset, 4);
+  EXPECT_EQ(last.padded_numel, 6);
+  EXPECT_EQ(last.gathered_numel(), 24);
+  const auto empty = shard_geometry("w", {5, 3}, 0, 4, 3);
+  EXPECT_EQ(empty.shard_sizes, (Sizes{0, 3}));
+  EXPECT_EQ(empty.shard_numel(), 0);
+  EXPECT_EQ(empty.padded_numel, 6);
+  const auto columns = shard_geometry("w", {5, 8}, -1, 4, 1);
+  EXPECT_EQ(columns.dim, 1);
+  EXPECT_EQ(columns.shard_sizes, (Sizes{5, 2}));
+  EXPECT_EQ(columns.offset, 2);
+}
+
+TEST(ShardGeometry, RefusesWithTheParametersName) {
+  const auto refused = [](const Sizes& sizes, int64_t dim, const std::string& part) {
+    const auto message =
+        message_of<c10::ValueError>([&] { shard_geometry("block.w", sizes, dim, 4, 0); });
+    EXPECT_TRUE(contains(message, "'block.w'"));
+    EXPECT_TRUE(contains(message, part));
+  };
+  refused({}, 0, "is a scalar");
+  refused({4}, 1, "has no dim 1");
+  refused({4, 6}, 1, "does not divide evenly over 4 ranks along dim 1");
+}
+
+TEST(FreeableBuffer, KeepsItsStorageObjectAndItsViews) {
+  FreeableBuffer buffer(6, torch::kFloat, "gone");
+  const auto view = buffer.tensor().narrow(0, 2, 4).view({2, 2});
+  buffer.free();
+  const auto* storage = view.storage().unsafeGetStorageImpl();
+  EXPECT_EQ(storage->nbytes(), 0u);
+  for (int round = 0; round < 3; ++round) {
+    buffer.allocate();
+    buffer.tensor().copy_(torch::arange(6.0) + round);
+    EXPECT_SAME(view.clone(), torch::tensor({{2.f, 3.f}, {4.f, 5.f}}) + round);
+    EXPECT_EQ(view.storage().unsafeGetStorageImpl(), storage);
+    buffer.free();
+    EXPECT_EQ(storage->nbytes(), 0u);
+#if TORCH_VERSION_MINOR >= 13
+    EXPECT_TRUE(contains(message_of<c10::Error>([&] { view.sum(); }), "gone"));
+#endif
+  }
+}
+
+/// A 4 x 2 parameter of which "this rank" holds row 1, with both faces.
+struct TwoFaces {
+  torch::Tensor whole = torch::arange(8.0).view({4, 2});
+  torch::Tensor param = whole.clone().set_requires_grad(true);
+  FreeableBuffer buffer{8, torch::kFloat, "gone"};
+  FSDPParam managed{param, "w", shard_geometry("w", {4, 2}, 0, 4, 1)};
+
+  TwoFaces() {
+    managed.attach(torch::zeros({1, 2}), buffer.tensor().view({4, 2}));
+    buffer.free();
+  }
+  void unshard() {
+    buffer.allocate();
+    {
+      torch::NoGradGuard no_grad;
+      at::AutoDispatchBelowADInplaceOrView below_autograd;
+      buffer.tensor().copy_(whole.view(-1));
+    }
+    managed.show(Face::Unsharded);
+  }
+  void reshard() {
+    managed.show(Face::Sharded);
+    buffer.free();
+  }
+};
+
+TEST(TwoFaces, ShowTheShardOrTheWholeInOneTensor) {
+  TwoFaces w;
+  const auto copy = w.param; // as an optimizer holds it
+  EXPECT_SAME(copy.detach(), w.whole.narrow(0, 1, 1));
+  w.unshard();
+  EXPECT_SAME(copy.detach(), w.whole);
+  w.reshard();
+  EXPECT_SAME(copy.detach(), w.whole.narrow(0, 1, 1));
+  EXPECT_TRUE(copy.requires_grad());
+  EXPECT_TRUE(copy.is_leaf());
+}
+
+TEST(TwoFaces, KeepWhatAutogradSavedAcrossAReshard) {
+  TwoFaces w;
+  const auto x = torch::ones({3, 2}, torch::requires_grad());
+  w.unshard();
+  const auto y = x.matmul(w.param.t()).pow(2).sum();
+  w.reshard();
+  w.unshard();
+  y.backward();
+  const auto reference = w.whole.clone().set_requires_grad(true);
+  const auto x2 = torch::ones({3, 2}, torch::requires_grad());
+  x2.matmul(reference.t()).pow(2).sum().backward();
+  EXPECT_SAME(x.grad(), x2.grad());
+  EXPECT_SAME(w.managed.unsharded_grad(), reference.grad());
+}
+
+// Without an accumulator of our own the full gradient would land in `.grad`,
+// which belongs to the shard.
+TEST(TwoFaces, GradientsOfTheWholeGoIntoTheSlotWhicheverFaceIsShown) {
+  TwoFaces w;
+  w.unshard();
+  const auto a = (w.param * 2).sum();
+  const auto b = (w.param * 3).sum();
+  a.backward();
+  EXPECT_FALSE(w.param.grad().defined());
+  w.reshard();
+  b.backward(); // late: the shard is shown
+  EXPECT_FALSE(w.param.grad().defined());
+  EXPECT_SAME(w.managed.take_unsharded_grad(), torch::full({4, 2}, 5.0));
+  EXPECT_FALSE(w.managed.unsharded_grad().defined());
+}
+
+TEST(TwoFaces, TheShardKeepsTorchsOwnAccumulator) {
+  TwoFaces w;
+  const auto penalty = (w.param * w.param).sum(); // on the shard, as a regulariser
+  w.unshard();
+  w.reshard();
+  penalty.backward();
+  EXPECT_SAME(w.param.grad(), 2 * w.whole.narrow(0, 1, 1));
+  EXPECT_FALSE(w.managed.unsharded_grad().defined());
+}
+
+// With equal counters a shard of one row would be broadcast, silently.
+TEST(TwoFaces, AGraphOfOneFaceThrowsOnTheOther) {
+  TwoFaces w;
+  const auto x = torch::ones({4, 2}, torch::requires_grad());
+  w.unshard();
+  const auto y = (x * w.param).sum(); // saves w
+  w.managed.show(Face::Sharded);
+  EXPECT_TRUE(
+      contains(message_of<c10::Error>([&] { y.backward(); }), "modified by an inplace operation"));
+  TwoFaces v;
+  const auto z = (x.narrow(0, 0, 1) * v.param).sum();
+  v.unshard();
+  EXPECT_TRUE(
+      contains(message_of<c10::Error>([&] { z.backward(); }), "modified by an inplace operation"));
+}
+
+TEST(TwoFaces, FreezingAndUnfreezingWork) {
+  TwoFaces w;
+  w.param.set_requires_grad(false);
+  w.unshard();
+  w.param.set_requires_grad(true);
+  (w.param * 2).sum().backward();
+  EXPECT_SAME(w.managed.take_unsharded_grad(), torch::full({4, 2}, 2.0));
+}
+
+TEST(TwoFaces, RunTheHooksThatTheUserRegistered) {
+  TwoFaces w;
+  int calls = 0;
+  w.param.register_hook([&](const torch::Tensor& grad) {
+    ++calls;
+    return grad * 10;
+  });
+  w.unshard();
+  (w.param * 1).sum().backward();
+  EXPECT_EQ(calls, 1);
+  EXPECT_SAME(w.managed.take_unsharded_grad(), torch::full({4, 2}, 10.0));
+}
+
+TEST(TwoFaces, SparseGradientsAreRefusedByName) {
+  TwoFaces w;
+  w.unshard();
+  const auto out = torch::embedding(w.param, torch::tensor({0, 2}), -1, false, /*sparse=*/true);
+  EXPECT_TRUE(
+      contains(message_of<c10::Error>([&] { out.sum().backward(); }), "'w' got a sparse gradient"));
+}
+
+TEST(TwoFaces, ZeroGradCanDetachASharedGradient) {
+  TwoFaces w;
+  const auto flat = torch::ones({6});
+  w.managed.add_sharded_grad(flat.narrow(0, 2, 2).view({1, 2}));
+  w.managed.add_sharded_grad(torch::ones({1, 2}));
+  EXPECT_SAME(w.param.grad(), torch::full({1, 2}, 2.0));
+  w.param.grad().detach_(); // what zero_grad does
+  w.param.grad().zero_();
+}
+
+TEST(TwoFaces, BackwardAfterTheEndOfTheModuleSaysSo) {
+  torch::Tensor loss;
+  {
+    TwoFaces w;
+    w.unshard();
+    loss = (w.param * 2).sum();
+  }
+  // The accumulator went with its owner, so torch's graph has nobody to call.
+  EXPECT_TRUE(contains(message_of<c10::Error>([&] { loss.backward(); }), "'w'"));
+}
+
+} // namespace
+} // namespace fsdp::detail
