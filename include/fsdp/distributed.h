@@ -18,7 +18,7 @@ struct InitOptions {
   /// "tcp://host:port": rank 0 listens there. "file:///path": a fresh file
   /// that every rank sees.
   std::string init_method = "env://";
-  /// From the environment when negative.
+  /// From the environment when negative (threads: 0 of 1).
   int rank = -1;
   int world_size = -1;
   /// How long a rank waits for its peers, here and in every collective.
@@ -31,7 +31,7 @@ struct InitOptions {
 /// Inside `run_ranks` the world is there already and the call only checks.
 FSDP_API void init_process_group(const InitOptions& options = {});
 
-/// Leaves the world. Not collective; groups made from it stay usable.
+/// Leaves the world. Not collective. Its groups are not to be used afterwards.
 FSDP_API void destroy_process_group();
 
 FSDP_API bool is_initialized();

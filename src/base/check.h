@@ -2,6 +2,8 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <string>
+
 #include <fsdp/error.h>
 
 /// Throws fsdp::Type with a message made of the pieces. For mistakes of the
@@ -9,6 +11,13 @@
 #define FSDP_THROW(Type, ...) \
   throw ::fsdp::Type(         \
       {static_cast<const char*>(__func__), __FILE__, __LINE__}, ::c10::str(__VA_ARGS__))
+
+namespace fsdp::detail {
+
+/// Inside a catch block: what the exception says, without c10's backtrace.
+std::string current_exception_text();
+
+} // namespace fsdp::detail
 
 #define FSDP_CHECK_AS(Type, condition, ...) \
   do {                                      \

@@ -241,7 +241,8 @@ DeviceMesh init_device_mesh(
   for (const auto size : shape) {
     TORCH_CHECK_VALUE(
         size > 0, "[init_device_mesh] axis sizes must be positive: ", c10::IntArrayRef(shape));
-    product *= size;
+    // More than the world has will not fit, whatever follows.
+    product = product > world.size() ? product : product * size;
   }
   TORCH_CHECK_VALUE(
       product == world.size(), "[init_device_mesh] the shape ", c10::IntArrayRef(shape),

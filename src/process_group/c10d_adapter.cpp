@@ -113,14 +113,19 @@ bool scales_natively(const c10d::Backend& backend) {
          backend.getBackendName() == "nccl";
 }
 
+c10::intrusive_ptr<c10d::Work> LocalBackend::start(CollectiveCall call) {
+  check_call(call, getRank(), getSize());
+  return issue_call(std::move(call));
+}
+
 c10::intrusive_ptr<c10d::Work> LocalBackend::_allgather_base(
     at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) {
-  return issue_call({.kind = CollectiveKind::AllGather, .output = output, .input = input});
+  return start({.kind = CollectiveKind::AllGather, .output = output, .input = input});
 }
 
 c10::intrusive_ptr<c10d::Work> LocalBackend::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
-  return issue_call(
+  return start(
       {.kind = CollectiveKind::ReduceScatter,
        .output = output,
        .input = input,
@@ -129,7 +134,7 @@ c10::intrusive_ptr<c10d::Work> LocalBackend::_reduce_scatter_base(
 
 c10::intrusive_ptr<c10d::Work> LocalBackend::allreduce(
     std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) {
-  return issue_call(
+  return start(
       {.kind = CollectiveKind::AllReduce,
        .output = single(tensors),
        .op = from_c10d(options.reduceOp)});
@@ -137,7 +142,7 @@ c10::intrusive_ptr<c10d::Work> LocalBackend::allreduce(
 
 c10::intrusive_ptr<c10d::Work> LocalBackend::broadcast(
     std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) {
-  return issue_call(
+  return start(
       {.kind = CollectiveKind::Broadcast,
        .output = single(tensors),
        .root = static_cast<int>(options.rootRank)});
@@ -147,7 +152,7 @@ c10::intrusive_ptr<c10d::Work> LocalBackend::scatter(
     std::vector<at::Tensor>& outputs,
     std::vector<std::vector<at::Tensor>>& inputs,
     const c10d::ScatterOptions& options) {
-  return issue_call(
+  return start(
       {.kind = CollectiveKind::Scatter,
        .output = single(outputs),
        .input = inputs.empty() ? at::Tensor() : at::stack(inputs.front()),
@@ -160,7 +165,7 @@ c10::intrusive_ptr<c10d::Work> LocalBackend::alltoall_base(
     std::vector<int64_t>& out_splits,
     std::vector<int64_t>& in_splits,
     const c10d::AllToAllOptions&) {
-  return issue_call(
+  return start(
       {.kind = CollectiveKind::AllToAll,
        .output = output,
        .input = input,
@@ -169,7 +174,7 @@ c10::intrusive_ptr<c10d::Work> LocalBackend::alltoall_base(
 }
 
 c10::intrusive_ptr<c10d::Work> LocalBackend::barrier(const c10d::BarrierOptions&) {
-  return issue_call({.kind = CollectiveKind::Barrier});
+  return start({.kind = CollectiveKind::Barrier});
 }
 
 } // namespace fsdp::detail

@@ -27,6 +27,7 @@ class LocalBackend : public c10d::Backend {
   LocalBackend(int rank, int size, std::string name)
       : Backend(rank, size), name_(std::move(name)) {}
 
+  /// `call` has been checked.
   virtual c10::intrusive_ptr<c10d::Work> issue_call(CollectiveCall call) = 0;
 
   const std::string getBackendName() const override {
@@ -54,6 +55,8 @@ class LocalBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options) override;
 
  private:
+  c10::intrusive_ptr<c10d::Work> start(CollectiveCall call);
+
   const std::string name_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <numeric>
 #include <sstream>
 
@@ -24,6 +25,25 @@ void check_tensor(const CollectiveCall& call, const at::Tensor& tensor, const ch
   TORCH_CHECK_VALUE(
       tensor.is_contiguous(), "[", to_string(call.kind), "] ", role, " ", describe(tensor),
       " is not contiguous; pass tensor.contiguous()");
+  TORCH_CHECK_VALUE(
+      !tensor.is_conj() && !tensor.is_neg(), "[", to_string(call.kind), "] ", role, " ",
+      describe(tensor), " is a lazy conjugate or negative; pass resolve_conj() or resolve_neg()");
+}
+
+void check_overlap(const CollectiveCall& call, int rank) {
+  const auto* in = static_cast<const char*>(call.input.const_data_ptr());
+  const auto* out = static_cast<const char*>(call.output.const_data_ptr());
+  const auto in_bytes = static_cast<int64_t>(call.input.nbytes());
+  const auto out_bytes = static_cast<int64_t>(call.output.nbytes());
+  if (in + in_bytes <= out || out + out_bytes <= in) {
+    return;
+  }
+  const bool in_place =
+      (call.kind == CollectiveKind::AllGather && in == out + rank * in_bytes) ||
+      (call.kind == CollectiveKind::ReduceScatter && out == in + rank * out_bytes);
+  TORCH_CHECK_VALUE(
+      in_place, "[", to_string(call.kind), "] input ", describe(call.input), " and output ",
+      describe(call.output), " overlap in memory");
 }
 
 void check_pair(const CollectiveCall& call) {
@@ -59,6 +79,9 @@ void check_splits(
     return;
   }
   const auto total = std::accumulate(splits.begin(), splits.end(), int64_t{0});
+  TORCH_CHECK_VALUE(
+      std::all_of(splits.begin(), splits.end(), [](auto split) { return split >= 0; }),
+      "[all_to_all] the splits ", c10::IntArrayRef(splits), " of the ", role, " are not all lengths");
   TORCH_CHECK_VALUE(
       splits.size() == static_cast<size_t>(size) && tensor.dim() > 0 && total == tensor.size(0),
       "[all_to_all] ", role, " ", describe(tensor), " needs ", size,
@@ -111,7 +134,7 @@ std::string CollectiveCall::str() const {
   return out.str();
 }
 
-void check_call(const CollectiveCall& call, int size) {
+void check_call(const CollectiveCall& call, int rank, int size) {
   if (call.kind == CollectiveKind::Barrier) {
     return;
   }
@@ -119,6 +142,9 @@ void check_call(const CollectiveCall& call, int size) {
   if (call.input.defined()) {
     check_tensor(call, call.input, "input");
     check_pair(call);
+    if (!call.input.is_meta()) {
+      check_overlap(call, rank);
+    }
   }
   const auto in_numel = call.input.defined() ? call.input.numel() : 0;
   const auto out_numel = call.output.numel();

@@ -37,8 +37,11 @@ struct CollectiveCall {
   std::string str() const;
 };
 
-/// Throws ValueError unless `call` is well-formed in a group of `size` ranks:
-/// matching element counts, one dtype and device, contiguous, a valid root.
-void check_call(const CollectiveCall& call, int size);
+/// Throws ValueError unless `call` is well-formed for `rank` of a group of
+/// `size`: matching element counts, one dtype and device, contiguous, a valid
+/// root. Input and output may share memory only where the input is this rank's
+/// part of an all-gather's output, or the output that of a reduce-scatter's
+/// input.
+void check_call(const CollectiveCall& call, int rank, int size);
 
 } // namespace fsdp::detail

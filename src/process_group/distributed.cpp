@@ -31,14 +31,21 @@ std::string pick_backend(const std::string& asked) {
   return asked;
 }
 
+struct Place {
+  int rank = 0;
+  int world_size = 1;
+};
+
 /// Rank and size where no peers need to be met.
-std::pair<int, int> local_place(const InitOptions& options, const std::string& backend) {
-  const int rank = options.rank < 0 ? 0 : options.rank;
-  const int size = options.world_size < 0 ? 1 : options.world_size;
+Place local_place(const InitOptions& options, Place otherwise) {
+  const Place place{
+      options.rank < 0 ? otherwise.rank : options.rank,
+      options.world_size < 0 ? otherwise.world_size : options.world_size};
   FSDP_CHECK_AS(
-      ConfigError, size >= 1 && rank < size, "backend ", backend, ": rank ", rank, " of ", size,
+      ConfigError, place.world_size >= 1 && place.rank < place.world_size, "backend ",
+      options.backend, ": rank ", place.rank, " of ", place.world_size,
       ": ranks count from 0 and end below the world size");
-  return {rank, size};
+  return place;
 }
 
 std::shared_ptr<RankContext> make_context(
@@ -89,10 +96,11 @@ void init_process_group(const InitOptions& options) {
       ConfigError, options.timeout.count() > 0, "the timeout must be positive, not ",
       options.timeout.count(), " ms");
   if (backend == "threads") {
-    const auto [rank, size] = local_place(options, backend);
+    const auto [rank, size] = local_place(options, {});
     detail::join_thread_world(options, rank, size);
   } else if (backend == "fake") {
-    const auto [rank, size] = local_place(options, backend);
+    const auto launch = detail::read_launch_env(detail::process_env);
+    const auto [rank, size] = local_place(options, {launch.rank, launch.world_size});
     detail::set_process_context(
         make_context(std::make_shared<detail::FakeFactory>(rank), size, rank));
   } else {

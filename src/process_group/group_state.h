@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,6 +20,7 @@ struct GroupState {
   std::string name;
   std::vector<int> world_ranks;
   std::weak_ptr<BackendFactory> factory; // none for a user's own backend
+  std::atomic<uint64_t> num_calls{0};
 };
 
 /// Makes the groups of one rank over one transport, and keeps them: asking

@@ -14,7 +14,7 @@ namespace {
 // torch's own default; and a range above it for ports that we derive.
 constexpr int kDefaultPort = 29500;
 constexpr int kFirstDerivedPort = 29501;
-constexpr int kNumDerivedPorts = 30000;
+constexpr int kNumDerivedPorts = 3000; // below those that the kernel gives out
 
 class Reader {
  public:
@@ -146,15 +146,16 @@ LaunchEnv read_launch_env(const GetEnv& get) {
       ConfigError, launch.world_size >= 1 && launch.rank >= 0 && launch.rank < launch.world_size,
       launch.launcher, " says rank ", launch.rank, " of ", launch.world_size,
       ": ranks count from 0 and end below the world size");
-  if (launch.world_size == 1) {
-    return launch;
-  }
+  return launch;
+}
+
+void require_master(LaunchEnv& launch) {
   if (launch.master_addr.empty() && launch.local_world_size == launch.world_size) {
     launch.master_addr = "127.0.0.1";
   }
   FSDP_CHECK_AS(
-      ConfigError, !launch.master_addr.empty(), launch.launcher, " started ", launch.world_size,
-      " ranks but does not say where rank 0 runs; set MASTER_ADDR to its host on every rank");
+      ConfigError, !launch.master_addr.empty(), launch.launcher, ": ", launch.world_size,
+      " ranks, but nobody says where rank 0 runs; set MASTER_ADDR to its host on every rank");
   FSDP_CHECK_AS(
       ConfigError,
       launch.local_world_size == 0 || launch.local_world_size >= launch.world_size ||
@@ -165,7 +166,6 @@ LaunchEnv read_launch_env(const GetEnv& get) {
   if (launch.master_port == 0) {
     launch.master_port = kDefaultPort;
   }
-  return launch;
 }
 
 std::string first_slurm_host(const std::string& node_list) {

@@ -8,7 +8,7 @@ namespace fsdp::detail {
 
 /// What a launcher told this process through its environment.
 struct LaunchEnv {
-  std::string launcher = "none"; // for messages
+  std::string launcher = "no launcher"; // for messages
   int rank = 0;
   int world_size = 1;
   int local_rank = 0;
@@ -31,6 +31,10 @@ std::optional<std::string> process_env(const std::string& name);
 /// and MASTER_PORT win over what a launcher implies. Throws ConfigError that
 /// names the variable.
 LaunchEnv read_launch_env(const GetEnv& get);
+
+/// Fills in where rank 0 serves the store; throws ConfigError that says what
+/// to set where nobody said.
+void require_master(LaunchEnv& launch);
 
 /// "node[07-08,11]" -> "node07"
 std::string first_slurm_host(const std::string& node_list);

@@ -2,49 +2,50 @@
 
 #include <ATen/ATen.h>
 
+#include <exception>
 #include <functional>
+#include <mutex>
 #include <numeric>
 #include <utility>
 
 #include "base/check.h"
+#include "process_group/agreement.h"
 #include "process_group/c10d_adapter.h"
 #include "process_group/group_state.h"
+#include "runtime/stream.h"
 
 namespace fsdp {
 
 namespace detail {
 
 struct WorkState {
-  c10::intrusive_ptr<c10d::Work> work; // dropped when waited for
-  std::function<void()> finish;        // what the backend left to do, or empty
+  std::mutex mutex; // copies of a Work may be waited for by several threads
+  c10::intrusive_ptr<c10d::Work> work; // null when there is nothing left to wait for
+  bool has_streams = false; // every wait has to order its own stream
+  std::function<void()> finish; // what the backend left to do, or empty
+  std::exception_ptr failure;
   std::shared_ptr<GroupState> group;
   CollectiveKind kind = CollectiveKind::Barrier;
 };
 
 namespace {
 
-/// Throws CommError with what the backend said, and which peers are gone.
-[[noreturn]] void fail(const GroupState& group, CollectiveKind kind, const std::string& reason) {
-  const auto factory = group.factory.lock();
-  const auto diagnosis = factory ? factory->diagnose() : "";
-  FSDP_THROW(
-      CommError, to_string(kind), " in group '", group.name, "' failed on rank ",
-      group.world_ranks[group.backend->getRank()], " (", group.backend->getBackendName(),
-      "): ", diagnosis.empty() ? "" : diagnosis + "; ", reason);
-}
-
 /// Runs `step`, which calls the backend; whatever it throws becomes a
 /// CommError that names the operation, except what is one already.
 template <class Step>
-auto guarded(const GroupState& group, CollectiveKind kind, Step step) {
+auto guarded(GroupState& group, CollectiveKind kind, bool diagnose, Step step) {
   try {
     return step();
   } catch (const CommError&) {
     throw;
-  } catch (const c10::Error& error) {
-    fail(group, kind, error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    fail(group, kind, error.what());
+  } catch (...) {
+    const auto reason = current_exception_text();
+    const auto factory = diagnose ? group.factory.lock() : nullptr;
+    const auto diagnosis = factory ? factory->diagnose() + "; " : "";
+    FSDP_THROW(
+        CommError, to_string(kind), " in group '", group.name, "' failed on rank ",
+        group.world_ranks[group.backend->getRank()], " (", group.backend->getBackendName(), "): ",
+        diagnosis, reason);
   }
 }
 
@@ -77,13 +78,28 @@ std::function<void()> emulate_scaling(CollectiveCall& call, int size) {
 Work::Work(std::shared_ptr<detail::WorkState> state) : state_(std::move(state)) {}
 
 void Work::wait() {
-  if (!state_ || !state_->work) {
+  if (!state_) {
     return;
   }
-  const auto work = std::exchange(state_->work, nullptr);
-  detail::guarded(*state_->group, state_->kind, [&] { work->wait(); });
-  if (const auto finish = std::exchange(state_->finish, nullptr)) {
+  auto& state = *state_;
+  std::lock_guard lock(state.mutex);
+  if (state.failure) {
+    std::rethrow_exception(state.failure);
+  }
+  if (!state.work) {
+    return;
+  }
+  try {
+    detail::guarded(*state.group, state.kind, /*diagnose=*/true, [&] { state.work->wait(); });
+  } catch (...) {
+    state.failure = std::current_exception();
+    throw;
+  }
+  if (const auto finish = std::exchange(state.finish, nullptr)) {
     finish();
+  }
+  if (!state.has_streams) {
+    state.work.reset(); // it may hold on to the tensors
   }
 }
 
@@ -127,14 +143,19 @@ const c10::intrusive_ptr<c10d::Backend>& ProcessGroup::backend() const {
 
 Work ProcessGroup::issue(detail::CollectiveCall call) const {
   auto& backend = *this->backend();
-  detail::check_call(call, backend.getSize());
+  detail::check_call(call, backend.getRank(), backend.getSize());
   auto state = std::make_shared<detail::WorkState>();
   const auto op = call.op.kind();
-  if ((op == ReduceOp::Avg || op == ReduceOp::PremulSum) && !detail::scales_natively(backend)) {
-    state->finish = detail::emulate_scaling(call, backend.getSize());
-  }
+  detail::guarded(
+      *state_, call.kind, /*diagnose=*/true, [&] { detail::check_agreement(*state_, call); });
+  state->work = detail::guarded(*state_, call.kind, /*diagnose=*/false, [&] {
+    if ((op == ReduceOp::Avg || op == ReduceOp::PremulSum) && !detail::scales_natively(backend)) {
+      state->finish = detail::emulate_scaling(call, backend.getSize());
+    }
+    return detail::issue(backend, call);
+  });
   state->kind = call.kind;
-  state->work = detail::guarded(*state_, call.kind, [&] { return detail::issue(backend, call); });
+  state->has_streams = call.output.defined() && detail::has_streams(call.output.device());
   state->group = state_;
   return Work(std::move(state));
 }

@@ -1,6 +1,5 @@
 #include "process_group/rendezvous.h"
 
-#include <unistd.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -44,12 +43,6 @@ std::string machine_id() {
   std::error_code error;
   const auto network = std::filesystem::read_symlink("/proc/self/ns/net", error);
   return boot + network.string();
-}
-
-std::string host_name() {
-  char name[256] = {};
-  gethostname(name, sizeof(name) - 1);
-  return name;
 }
 
 /// Gives every rank what every rank brought. Rank 0 collects, so that the
@@ -192,7 +185,7 @@ void agree(
   const bool one_machine = std::all_of(
       machines.begin(), machines.end(), [&](const auto& m) { return m == machines[0]; });
   met.address =
-      one_machine ? "127.0.0.1" : address_towards(master_host.empty() ? host_name() : master_host);
+      one_machine ? "127.0.0.1" : address_for_peers(master_host);
   met.liveness = std::make_shared<Liveness>(met.address);
   met.liveness->set_peers(
       exchange("alive", met.liveness->endpoint(), [](int, const std::string&) { return ""; }));
@@ -227,12 +220,11 @@ Rendezvous meet(const InitOptions& options, const std::string& backend, const La
     FSDP_CHECK_AS(
         ConfigError, method == "env://", "init_method '", method,
         "' is none of env://, tcp://host:port, file:///path");
-    FSDP_CHECK_AS(
-        ConfigError, launch.master_port != 0, "a world of ", met.world_size,
-        " ranks needs MASTER_ADDR and MASTER_PORT in the environment, or init_method tcp:// or "
-        "file://");
-    master = {launch.master_addr, static_cast<uint16_t>(launch.master_port)};
-    store = tcp_store(met.rank == 0 && !launch.agent_store, launch.one_machine());
+    auto place = launch;
+    place.world_size = met.world_size; // which may have been given to us
+    require_master(place);
+    master = {place.master_addr, static_cast<uint16_t>(place.master_port)};
+    store = tcp_store(met.rank == 0 && !place.agent_store, place.one_machine());
   }
 
   met.store = std::move(store);
@@ -240,10 +232,10 @@ Rendezvous meet(const InitOptions& options, const std::string& backend, const La
     agree(met, options, backend, launch, master.host);
   } catch (const CommError&) {
     throw;
-  } catch (const std::exception& error) {
+  } catch (...) {
     FSDP_THROW(
         CommError, "rank ", met.rank, " lost the store while the ranks met: has rank 0 ended? (",
-        error.what(), ")");
+        current_exception_text(), ")");
   }
   return met;
 }

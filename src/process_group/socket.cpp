@@ -1,6 +1,8 @@
 #include "process_group/socket.h"
 
 #include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
@@ -70,20 +72,11 @@ Fd::~Fd() {
 }
 
 bool is_loopback(const std::string& host) {
-  if (host.empty()) {
-    return false;
-  }
-  try {
-    const auto list = resolve(host, 0, 0);
-    for (const auto* item = list.get(); item; item = item->ai_next) {
-      if (!is_loopback_address(*item->ai_addr)) {
-        return false;
-      }
-    }
-    return true;
-  } catch (const CommError&) {
-    return false; // whoever connects will say so
-  }
+  // Not by look-up: many machines map their own name to 127.0.1.1, and are
+  // reached under it by others all the same.
+  in6_addr v6{};
+  return host == "localhost" || host.rfind("127.", 0) == 0 ||
+         (inet_pton(AF_INET6, host.c_str(), &v6) == 1 && IN6_IS_ADDR_LOOPBACK(&v6));
 }
 
 Listener listen_on(const std::string& host, uint16_t port) {
@@ -120,34 +113,50 @@ Listener listen_on(const std::string& host, uint16_t port) {
       std::strerror(last_error));
 }
 
-std::string address_towards(const std::string& host) {
-  const auto list = resolve(host, 1, 0);
-  for (const auto* item = list.get(); item; item = item->ai_next) {
-    // Connecting a datagram socket sends nothing; it only picks the route.
-    Fd fd(socket(item->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-    sockaddr_storage address{};
-    socklen_t length = sizeof(address);
-    if (fd.get() >= 0 && connect(fd.get(), item->ai_addr, item->ai_addrlen) == 0 &&
-        getsockname(fd.get(), reinterpret_cast<sockaddr*>(&address), &length) == 0) {
-      return numeric(reinterpret_cast<sockaddr*>(&address), length);
+std::string address_for_peers(const std::string& peer) {
+  if (!peer.empty()) {
+    const auto list = resolve(peer, 1, 0);
+    for (const auto* item = list.get(); item; item = item->ai_next) {
+      // Connecting a datagram socket sends nothing; it only picks the route.
+      Fd fd(socket(item->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+      sockaddr_storage address{};
+      socklen_t length = sizeof(address);
+      auto* plain = reinterpret_cast<sockaddr*>(&address);
+      if (fd.get() >= 0 && connect(fd.get(), item->ai_addr, item->ai_addrlen) == 0 &&
+          getsockname(fd.get(), plain, &length) == 0 && !is_loopback_address(*plain)) {
+        return numeric(plain, length);
+      }
     }
   }
-  FSDP_THROW(CommError, "there is no route to host '", host, "'");
+  // The peer is this machine under a loopback name: any address of ours.
+  ifaddrs* found = nullptr;
+  getifaddrs(&found);
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> interfaces(found, &freeifaddrs);
+  for (const auto* item = found; item; item = item->ifa_next) {
+    if (item->ifa_addr && item->ifa_addr->sa_family == AF_INET && (item->ifa_flags & IFF_UP) &&
+        !is_loopback_address(*item->ifa_addr)) {
+      return numeric(item->ifa_addr, sizeof(sockaddr_in));
+    }
+  }
+  FSDP_THROW(CommError, "this machine has no network address that other machines could reach");
 }
 
-bool can_connect(const std::string& address, uint16_t port, std::chrono::milliseconds timeout) {
-  const auto list = resolve(address, port, AI_NUMERICHOST);
-  Fd fd(socket(list->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (connect(fd.get(), list->ai_addr, list->ai_addrlen) == 0) {
-    return true;
+bool can_connect(const std::string& host, uint16_t port, std::chrono::milliseconds timeout) {
+  const auto list = resolve(host, port, 0);
+  for (const auto* item = list.get(); item; item = item->ai_next) {
+    Fd fd(socket(item->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    if (connect(fd.get(), item->ai_addr, item->ai_addrlen) == 0) {
+      return true;
+    }
+    pollfd waiting{.fd = fd.get(), .events = POLLOUT, .revents = 0};
+    int error = 0;
+    socklen_t length = sizeof(error);
+    if (errno == EINPROGRESS && poll(&waiting, 1, static_cast<int>(timeout.count())) > 0 &&
+        getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length) == 0 && error == 0) {
+      return true;
+    }
   }
-  pollfd waiting{.fd = fd.get(), .events = POLLOUT, .revents = 0};
-  if (errno != EINPROGRESS || poll(&waiting, 1, static_cast<int>(timeout.count())) <= 0) {
-    return false;
-  }
-  int error = 0;
-  socklen_t length = sizeof(error);
-  return getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length) == 0 && error == 0;
+  return false;
 }
 
 } // namespace fsdp::detail

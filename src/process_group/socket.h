@@ -26,7 +26,7 @@ class Fd {
   int fd_;
 };
 
-/// Whether every address of `host` is one of this machine's loopback.
+/// Whether `host` says "this machine": localhost or a loopback address.
 bool is_loopback(const std::string& host);
 
 struct Listener {
@@ -38,10 +38,11 @@ struct Listener {
 /// Throws CommError that says so when the port is taken.
 Listener listen_on(const std::string& host, uint16_t port);
 
-/// The address that this machine shows to `host`.
-std::string address_towards(const std::string& host);
+/// An address under which other machines reach this one: the one on the way to
+/// `peer`, or any where `peer` is empty or this machine itself.
+std::string address_for_peers(const std::string& peer);
 
-/// Whether somebody listens at an IP address: false at once when refused.
-bool can_connect(const std::string& address, uint16_t port, std::chrono::milliseconds timeout);
+/// Whether somebody listens at an address of `host`: false at once when refused.
+bool can_connect(const std::string& host, uint16_t port, std::chrono::milliseconds timeout);
 
 } // namespace fsdp::detail

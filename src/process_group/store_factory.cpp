@@ -51,10 +51,11 @@ c10::intrusive_ptr<c10d::Backend> StoreFactory::make(
          .world_ranks = world_ranks,
          .address = met_.address,
          .timeout = timeout_});
-  } catch (const std::exception& error) {
+  } catch (...) {
+    const auto reason = current_exception_text();
     FSDP_THROW(
         CommError, "rank ", met_.rank, " could not connect group '", name, "': ", diagnose(), "; ",
-        error.what());
+        reason);
   }
 }
 

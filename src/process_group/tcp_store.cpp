@@ -5,6 +5,7 @@
 
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "base/check.h"
 #include "base/text.h"
@@ -46,13 +47,13 @@ c10::intrusive_ptr<c10d::Store> serve_store(Endpoint& endpoint, bool one_machine
   // Kept to the end of the process: a rank that joins its next world would
   // otherwise race the end of the last one's store.
   static std::mutex mutex;
-  static std::map<uint16_t, c10::intrusive_ptr<c10d::Store>> served;
+  static std::map<std::pair<uint16_t, bool>, c10::intrusive_ptr<c10d::Store>> served;
   std::lock_guard lock(mutex);
   ignore_broken_pipes();
   if (one_machine) {
     endpoint.host = kLoopback;
   }
-  if (const auto found = served.find(endpoint.port); found != served.end()) {
+  if (const auto found = served.find({endpoint.port, one_machine}); found != served.end()) {
     return found->second;
   }
   auto listener = listen_on(one_machine ? kLoopback : "", endpoint.port);
@@ -64,7 +65,7 @@ c10::intrusive_ptr<c10d::Store> serve_store(Endpoint& endpoint, bool one_machine
   options.masterListenFd = listener.fd.get();
   auto store = c10::make_intrusive<c10d::TCPStore>(kLoopback, options);
   listener.fd.release(); // the store closes it
-  served[endpoint.port] = store;
+  served[{endpoint.port, one_machine}] = store;
   return store;
 }
 
@@ -79,10 +80,10 @@ c10::intrusive_ptr<c10d::Store> connect_store(
     // A server on the loopback address has no IPv6 twin.
     return c10::make_intrusive<c10d::TCPStore>(
         is_loopback(endpoint.host) ? kLoopback : endpoint.host, options);
-  } catch (const std::exception& error) {
+  } catch (...) {
     FSDP_THROW(
         CommError, "no store answers at ", endpoint.host, ":", endpoint.port, " within ",
-        timeout.count(), " ms: is rank 0 running, and is this its address? (", error.what(), ")");
+        timeout.count(), " ms: is rank 0 running, and is this its address? (", current_exception_text(), ")");
   }
 }
 

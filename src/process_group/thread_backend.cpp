@@ -1,5 +1,6 @@
 #include "process_group/thread_backend.h"
 
+#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -17,6 +18,7 @@ class ThreadWork : public c10d::Work {
 
   // The time-out is the world's.
   bool wait(std::chrono::milliseconds) override {
+    std::lock_guard lock(waiting_);
     if (pending_) {
       group_->wait(rank_, *pending_);
       pending_.reset();
@@ -38,6 +40,7 @@ class ThreadWork : public c10d::Work {
 
  private:
   const std::shared_ptr<ThreadGroup> group_;
+  std::mutex waiting_;
   std::shared_ptr<PendingOperation> pending_;
   std::optional<c10::Device> device_;
   std::optional<c10::Event> enqueued_;

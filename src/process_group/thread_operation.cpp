@@ -49,6 +49,9 @@ bool fits(const CollectiveCall& a, const CollectiveCall& b) {
   if (a.kind != b.kind) {
     return false;
   }
+  if (a.output.defined() && a.output.device().type() != b.output.device().type()) {
+    return false;
+  }
   switch (a.kind) {
     case CollectiveKind::Barrier:
       return true;
@@ -56,7 +59,7 @@ bool fits(const CollectiveCall& a, const CollectiveCall& b) {
       return a.output.scalar_type() == b.output.scalar_type();
     default:
       return a.output.scalar_type() == b.output.scalar_type() &&
-             a.output.numel() == b.output.numel() && a.op.kind() == b.op.kind() && a.root == b.root;
+             a.output.numel() == b.output.numel() && a.op == b.op && a.root == b.root;
   }
 }
 

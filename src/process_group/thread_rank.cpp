@@ -52,18 +52,6 @@ void become_rank(const std::shared_ptr<ThreadWorld>& world, int rank, bool from_
   set_thread_context(std::move(context));
 }
 
-std::string describe(const std::exception_ptr& failure) {
-  try {
-    std::rethrow_exception(failure);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  } catch (...) {
-    return "an exception that is no std::exception";
-  }
-}
-
 [[noreturn]] void rethrow_with_rank(const std::exception_ptr& failure, int rank) {
   const auto where = c10::str("on rank ", rank, " of run_ranks");
   try {
@@ -73,7 +61,7 @@ std::string describe(const std::exception_ptr& failure) {
     throw;
   } catch (...) {
     std::throw_with_nested(
-        c10::Error({__func__, __FILE__, __LINE__}, c10::str(describe(failure), " (", where, ")")));
+        c10::Error({__func__, __FILE__, __LINE__}, c10::str(current_exception_text(), " (", where, ")")));
   }
 }
 
@@ -86,7 +74,7 @@ void join_thread_world(const InitOptions& options, int rank, int world_size) {
   {
     std::lock_guard lock(mutex);
     world = worlds[options.init_method].lock();
-    if (!world) {
+    if (!world || world->somebody_left()) { // the name may be used again
       world = std::make_shared<ThreadWorld>(world_size, options.timeout);
       worlds[options.init_method] = world;
     }
@@ -105,6 +93,7 @@ void run_ranks(
   TORCH_CHECK_VALUE(world_size >= 1, "[run_ranks] world size ", world_size, " is not positive");
   // Racing first calls into the vector math library can give other bits.
   at::exp(at::ones(16));
+  const int threads_before = at::get_num_threads();
   const int intra_op_threads =
       options.intra_op_threads > 0
           ? options.intra_op_threads
@@ -113,31 +102,36 @@ void run_ranks(
   std::mutex mutex;
   std::exception_ptr first_failure;
   int first_rank = -1;
+  const auto failed = [&](int rank) { // inside a catch block
+    std::lock_guard lock(mutex);
+    if (!first_failure) {
+      first_failure = std::current_exception();
+      first_rank = rank;
+    }
+    world->abort(rank, detail::current_exception_text());
+  };
   const auto run = [&](int rank) {
     at::set_num_threads(intra_op_threads);
     try {
       detail::become_rank(world, rank, /*from_run_ranks=*/true);
       body(rank);
     } catch (...) {
-      const auto failure = std::current_exception();
-      {
-        std::lock_guard lock(mutex);
-        if (!first_failure) {
-          first_failure = failure;
-          first_rank = rank;
-        }
-      }
-      world->abort(rank, detail::describe(failure));
+      failed(rank);
     }
     detail::set_thread_context(nullptr);
   };
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < world_size; ++rank) {
-    threads.emplace_back(run, rank);
+  try {
+    for (int rank = 0; rank < world_size; ++rank) {
+      threads.emplace_back(run, rank);
+    }
+  } catch (...) { // no more threads to be had
+    failed(static_cast<int>(threads.size()));
   }
   for (auto& thread : threads) {
     thread.join();
   }
+  at::set_num_threads(threads_before); // a rank's number is the default of later threads
   if (first_failure) {
     detail::rethrow_with_rank(first_failure, first_rank);
   }

@@ -45,6 +45,15 @@ void ThreadWorld::abort(int world_rank, const std::string& reason) {
   fail(c10::str("rank ", world_rank, " failed first: ", reason));
 }
 
+bool ThreadWorld::somebody_left() const {
+  std::lock_guard lock(mutex_);
+  return std::find(ended_.begin(), ended_.end(), true) != ended_.end();
+}
+
+void ThreadWorld::note_thread(int world_rank) {
+  strangers_ |= threads_[world_rank] != std::this_thread::get_id();
+}
+
 void ThreadWorld::check_failed() const {
   FSDP_CHECK_AS(CommError, failure_.empty(), failure_);
 }
@@ -98,7 +107,7 @@ std::shared_ptr<PendingOperation> ThreadGroup::post(int rank, CollectiveCall cal
   ThreadCall record(std::move(call));
   std::lock_guard lock(world_->mutex_);
   world_->check_failed();
-  world_->strangers_ |= world_->threads_[world_ranks_[rank]] != std::this_thread::get_id();
+  world_->note_thread(world_ranks_[rank]);
   const auto number = next_number_[rank]++;
   auto& entry = pending_[number];
   if (!entry) {
@@ -111,8 +120,8 @@ std::shared_ptr<PendingOperation> ThreadGroup::post(int rank, CollectiveCall cal
   pending->kinds[rank] = record.call.kind;
   pending->arrived[rank] = std::move(record);
   if (++pending->num_arrived == world_ranks_.size()) {
-    pending_.erase(number);
     begin(*pending);
+    pending_.erase(number);
   }
   return pending;
 }
@@ -122,7 +131,11 @@ void ThreadGroup::begin(PendingOperation& pending) {
   for (auto& record : pending.arrived) {
     calls.push_back(std::move(*record));
   }
-  pending.error = ThreadOperation::mismatch(calls, world_ranks_);
+  try {
+    pending.error = ThreadOperation::mismatch(calls, world_ranks_);
+  } catch (...) {
+    pending.error = current_exception_text();
+  }
   if (pending.error.empty()) {
     pending.operation.emplace(std::move(calls));
   }
@@ -136,6 +149,7 @@ void ThreadGroup::begin(PendingOperation& pending) {
 
 void ThreadGroup::wait(int rank, PendingOperation& pending) {
   std::unique_lock lock(world_->mutex_);
+  world_->note_thread(world_ranks_[rank]);
   wait_for_peers(lock, rank, pending);
   run_parts(lock, pending);
   pending.changed.wait(lock, [&] { return pending.complete(); });
@@ -173,10 +187,8 @@ void ThreadGroup::run_parts(std::unique_lock<std::mutex>& lock, PendingOperation
     std::string error;
     try {
       pending.operation->run_part(part);
-    } catch (const c10::Error& failure) {
-      error = failure.what_without_backtrace();
-    } catch (const std::exception& failure) {
-      error = failure.what();
+    } catch (...) {
+      error = current_exception_text();
     }
     lock.lock();
     ++pending.num_done;

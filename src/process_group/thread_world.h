@@ -51,6 +51,8 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
   void leave(int world_rank);
   /// The rank threw `reason`: everybody who waits gets an error.
   void abort(int world_rank, const std::string& reason);
+  /// Whether a rank has ended: then no new member can take part.
+  bool somebody_left() const;
 
  private:
   friend class ThreadGroup;
@@ -65,12 +67,14 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
   void check_failed() const;
   void fail(std::string reason);
   void wake_all();
+  /// Remembers whether a thread acts for a rank that it does not run.
+  void note_thread(int world_rank);
   /// Called by a rank that is about to wait for peers: if every rank that is
   /// left waits for peers too, nothing can ever happen again.
   void check_deadlock();
 
   const std::chrono::milliseconds timeout_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::string failure_; // the first; not empty means all over
   std::vector<bool> ended_;
   std::vector<std::thread::id> threads_; // by rank; of those that entered

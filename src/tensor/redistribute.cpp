@@ -286,8 +286,42 @@ at::Tensor redistribute(
   return Mover(std::move(local), spec).move_to(target);
 }
 
+namespace {
+
+/// Padding would make tensors of different sizes pass for equal ones.
+void check_same_on_all(const at::Tensor& tensor, const DeviceMesh& mesh) {
+  constexpr int64_t kMaxDims = 16;
+  TORCH_CHECK_VALUE(tensor.dim() <= kMaxDims, "[distribute_tensor] more than 16 dims");
+  std::vector<int64_t> print(kMaxDims + 2, -1);
+  std::copy(tensor.sizes().begin(), tensor.sizes().end(), print.begin());
+  print[kMaxDims] = static_cast<int64_t>(tensor.scalar_type());
+  print[kMaxDims + 1] = tensor.dim();
+  const auto mine = at::tensor(print, at::kLong).to(tensor.device());
+  std::string difference;
+  for (int64_t axis = 0; axis < mesh.ndim(); ++axis) { // all, so that no peer is left waiting
+    const auto group = mesh.get_group(axis);
+    auto all = at::empty({group.size(), mine.numel()}, mine.options());
+    group.all_gather(all, mine);
+    for (int other = 0; other < group.size(); ++other) {
+      const auto theirs = all[other].cpu();
+      const auto* values = theirs.const_data_ptr<int64_t>();
+      if (!theirs.equal(mine.cpu())) {
+        difference = c10::str(
+            "rank ", group.ranks()[other], " ", static_cast<at::ScalarType>(values[kMaxDims]),
+            c10::IntArrayRef(values, values[kMaxDims + 1]));
+      }
+    }
+  }
+  TORCH_CHECK_VALUE(
+      difference.empty(), "[distribute_tensor] the ranks bring different tensors: ", difference,
+      ", this rank ", tensor.scalar_type(), tensor.sizes());
+}
+
+} // namespace
+
 at::Tensor distribute(const at::Tensor& full, const TensorSpec& target) {
   at::NoGradGuard no_grad;
+  check_same_on_all(full, target.mesh);
   TensorSpec replicated = target;
   replicated.placements.assign(target.placements.size(), Replicate{});
   // The caller keeps its tensor: broadcasts write into a copy.

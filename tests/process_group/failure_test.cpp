@@ -1,7 +1,11 @@
 // Bad input and failing ranks: a clear error on every rank, and nothing hangs.
+#include <ATen/Parallel.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/torch.h>
 
+#include <fsdp/device_mesh.h>
 #include <fsdp/distributed.h>
+#include <fsdp/dtensor.h>
 #include <fsdp/error.h>
 
 #include <atomic>
@@ -88,6 +92,96 @@ TEST(BadCall, IsRefusedBeforeItReachesAnybody) {
     EXPECT_SAME(tensor, torch::full({2}, 2.0));
   });
   EXPECT_THROW(ProcessGroup().rank(), c10::Error);
+}
+
+TEST(BadCall, LazyViewsNegativeSplitsAndOverlapsAreRefused) {
+  run_ranks(2, [](int rank) {
+    const auto group = default_group();
+    const auto refused = [&](const std::string& part, const std::function<void()>& call) {
+      EXPECT_TRUE(contains(message_of<c10::ValueError>(call), part));
+    };
+    const auto complex = torch::zeros(2, torch::kComplexFloat);
+    refused("resolve_conj", [&] {
+      group.all_gather(torch::zeros(4, torch::kComplexFloat), complex.conj());
+    });
+    refused("not all lengths", [&] {
+      group.all_to_all(torch::zeros(4), torch::zeros(4), {2, 2}, {-1, 5});
+    });
+    auto buffer = torch::zeros(8);
+    refused("overlap", [&] { group.all_to_all(buffer, buffer); });
+    refused("overlap", [&] {
+      group.all_gather(buffer, buffer.narrow(0, rank == 0 ? 4 : 0, 4)); // the other's part
+    });
+    refused("overlap", [&] { group.reduce_scatter(buffer.narrow(0, 1, 4), buffer); });
+    auto out = torch::zeros(2);
+    auto in = torch::zeros(1 << 20);
+    refused("must hold 2 times", [&] { group.backend()->_allgather_base(out, in, {}); });
+  });
+}
+
+TEST(Mismatch, OfThePremulFactorIsCaught) {
+  const auto message = message_of<CommError>([] {
+    run_ranks(2, [](int rank) {
+      default_group().all_reduce(torch::ones(4), ReduceOp::premul_sum(rank + 1));
+    });
+  });
+  EXPECT_TRUE(contains(message, "premul_sum by 2"));
+}
+
+TEST(Mismatch, OfTheTensorToDistributeIsCaught) {
+  const auto message = message_of<c10::ValueError>([] {
+    run_ranks(2, [](int rank) {
+      const auto mesh = init_device_mesh(torch::kCPU, {2}, {"dp"});
+      distribute_tensor(torch::zeros({7 + rank}), mesh, {Shard{0}});
+    });
+  });
+  EXPECT_TRUE(contains(message, "the ranks bring different tensors"));
+}
+
+TEST(Work, MayBeWaitedForByHelperThreadsInAnyOrder) {
+  run_ranks(2, [](int rank) {
+    const auto a = default_group();
+    const auto b = a.new_group({0, 1}, "b");
+    // Each rank's helper waits for what the other rank has yet to call.
+    auto first = (rank == 0 ? a : b).barrier_async();
+    std::thread helper([&] { first.wait(); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    (rank == 0 ? b : a).barrier();
+    helper.join();
+  });
+}
+
+TEST(Work, EveryWaitWaitsAndEveryWaitFails) {
+  run_ranks(2, [](int rank) {
+    auto tensor = torch::ones(4);
+    auto work = Work();
+    if (rank == 0) {
+      work = default_group().all_reduce_async(tensor);
+      auto copy = work;
+      std::thread helper([copy]() mutable { copy.wait(); });
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      work.wait();
+      EXPECT_SAME(tensor, torch::full({4}, 2.0));
+      helper.join();
+    } else {
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      default_group().all_reduce(tensor);
+    }
+  });
+  EXPECT_THROW(
+      run_ranks(2, [](int rank) {
+        auto work = default_group().all_reduce_async(torch::ones(4 + rank));
+        EXPECT_THROW(work.wait(), CommError);
+        EXPECT_THROW(work.wait(), CommError);
+        throw std::runtime_error("seen");
+      }),
+      c10::Error);
+}
+
+TEST(RunRanks, LeavesTheNumberOfIntraOpThreadsAsItWas) {
+  const int before = at::get_num_threads();
+  run_ranks(4, [](int) {});
+  std::thread([&] { EXPECT_EQ(at::get_num_threads(), before); }).join();
 }
 
 TEST(RunRanks, ReleasesTheOthersWhenARankThrows) {

@@ -39,6 +39,16 @@ TEST(FakeBackend, StandsInForAnyNumberOfRanks) {
   world.all_gather(torch::empty({1024, 1 << 30}, meta), torch::empty({1 << 30}, meta));
 }
 
+TEST(FakeBackend, TakesItsPlaceFromTheEnvironment) {
+  setenv("RANK", "3", 1);
+  setenv("WORLD_SIZE", "4", 1);
+  const Joined joined({.backend = "fake"});
+  unsetenv("RANK");
+  unsetenv("WORLD_SIZE");
+  EXPECT_EQ(get_rank(), 3);
+  EXPECT_EQ(get_world_size(), 4);
+}
+
 TEST(FakeBackend, IsExactForOneRank) {
   const Joined joined({.backend = "fake"});
   test::check_every_collective(default_group(), 4);

@@ -90,6 +90,31 @@ TEST(Gloo, NamesTheRankThatServedTheStoreToo) {
   }
 }
 
+TEST(Gloo, CatchesCallsThatDiffer) {
+  test::expect_ranks_pass(2, [] {
+    init_process_group({.backend = "gloo", .timeout = std::chrono::seconds(20)});
+    const auto group = default_group();
+    const bool odd = get_rank() == 1;
+    const auto caught = [&](const std::string& part, const std::function<void()>& call) {
+      const auto message = test::message_of<CommError>(call);
+      EXPECT_TRUE(contains(message, "the ranks brought different calls: rank 0: "));
+      EXPECT_TRUE(contains(message, part));
+    };
+    caught("Int", [&] { group.all_reduce(torch::ones(4, odd ? torch::kInt : torch::kFloat)); });
+    caught("5 elements", [&] { group.all_reduce(torch::ones(odd ? 5 : 4)); });
+    caught("5 elements", [&] { group.broadcast(torch::ones(odd ? 5 : 4), 0); });
+    caught("root 1", [&] { group.broadcast(torch::ones(4), odd ? 1 : 0); });
+    caught("10 elements", [&] {
+      group.all_gather(torch::ones(odd ? 10 : 8), torch::ones(odd ? 5 : 4));
+    });
+    caught("reduction", [&] {
+      group.all_reduce(torch::ones(4), odd ? ReduceOp::Max : ReduceOp::Sum);
+    });
+    caught("barrier", [&] { odd ? group.barrier() : group.all_reduce(torch::ones(4)); });
+    test::check_every_collective(group, 3); // and the group still works
+  });
+}
+
 TEST(Gloo, TimesOutWhenAPeerIsLate) {
   test::expect_ranks_pass(2, [] {
     init_process_group({.backend = "gloo", .timeout = std::chrono::seconds(3)});

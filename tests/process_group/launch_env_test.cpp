@@ -21,8 +21,16 @@ LaunchEnv read(const Variables& variables) {
   });
 }
 
+/// With the master filled in, as env:// needs it.
+LaunchEnv read_with_master(const Variables& variables) {
+  auto launch = read(variables);
+  require_master(launch);
+  return launch;
+}
+
 void expect_refused(const Variables& variables, const std::string& part) {
-  EXPECT_TRUE(test::contains(test::message_of<ConfigError>([&] { read(variables); }), part));
+  EXPECT_TRUE(
+      test::contains(test::message_of<ConfigError>([&] { read_with_master(variables); }), part));
 }
 
 TEST(LaunchEnv, EmptyMeansAlone) {
@@ -83,7 +91,7 @@ TEST(LaunchEnv, UnderstandsSlurmOnSeveralMachines) {
 }
 
 TEST(LaunchEnv, UnderstandsSlurmOnOneMachine) {
-  const auto launch = read(
+  const auto launch = read_with_master(
       {{"SLURM_STEP_ID", "0"},
        {"SLURM_JOB_ID", "991"},
        {"SLURM_PROCID", "1"},
@@ -100,7 +108,7 @@ TEST(LaunchEnv, ASlurmBatchScriptWithoutSrunIsAlone) {
 }
 
 TEST(LaunchEnv, UnderstandsOpenMpi) {
-  const auto launch = read(
+  const auto launch = read_with_master(
       {{"OMPI_COMM_WORLD_RANK", "1"},
        {"OMPI_COMM_WORLD_SIZE", "4"},
        {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
@@ -113,7 +121,7 @@ TEST(LaunchEnv, UnderstandsOpenMpi) {
 }
 
 TEST(LaunchEnv, UnderstandsPmi) {
-  const auto launch = read(
+  const auto launch = read_with_master(
       {{"PMI_RANK", "2"},
        {"PMI_SIZE", "4"},
        {"MPI_LOCALRANKID", "0"},
@@ -147,7 +155,18 @@ TEST(LaunchEnv, ErrorsNameTheVariable) {
       {{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}},
       "loopback address, but only 2 of the 4 ranks");
   expect_refused(
-      {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "4"}}, "Open MPI started 4");
+      {{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "4"}}, "Open MPI: 4 ranks");
+}
+
+TEST(LaunchEnv, OtherWaysToMeetNeedNoMaster) {
+  EXPECT_EQ(read({{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "4"}}).rank, 1);
+}
+
+TEST(LaunchEnv, ANameIsNotLoopbackWhateverItResolvesTo) {
+  // Debian maps a machine's own name to 127.0.1.1.
+  const auto launch = read_with_master(
+      {{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "ip6-localhost"}});
+  EXPECT_FALSE(launch.one_machine());
 }
 
 TEST(LaunchEnv, FirstSlurmHost) {

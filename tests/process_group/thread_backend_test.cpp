@@ -68,7 +68,7 @@ TEST(Threads, OfTheUsersOwnMayFormAWorld) {
     destroy_process_group();
     EXPECT_FALSE(is_initialized());
   };
-  for (int repeat = 0; repeat < 2; ++repeat) { // the name may be used again
+  for (int repeat = 0; repeat < 5; ++repeat) { // the name may be used again
     std::vector<std::thread> threads;
     for (int rank = 0; rank < 3; ++rank) {
       threads.emplace_back(rank_thread, rank);
