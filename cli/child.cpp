@@ -1,8 +1,12 @@
 #include "cli/child.h"
 
 #include <fcntl.h>
+#include <limits.h>
+#include <poll.h>
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -20,12 +24,21 @@ namespace fsdp::cli {
 namespace {
 
 constexpr size_t kKeptLines = 12;
+constexpr size_t kLongestLine = 64 << 10;
+constexpr size_t kMostWaiting = 1 << 20;
+constexpr int kChunk = 16 << 10;
+
+bool is_file(const std::string& path) {
+  struct stat info{};
+  return stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode);
+}
 
 /// The path that a shell would run.
 std::string find_program(const std::string& name) {
   if (name.find('/') != std::string::npos) {
     TORCH_CHECK_VALUE(
         access(name.c_str(), X_OK) == 0, "cannot run ", name, ": ", std::strerror(errno));
+    TORCH_CHECK_VALUE(is_file(name), "cannot run ", name, ": it is not a file");
     return name;
   }
   const char* path = std::getenv("PATH");
@@ -33,7 +46,7 @@ std::string find_program(const std::string& name) {
   for (size_t start = 0; start <= folders.size();) {
     const auto end = std::min(folders.find(':', start), folders.size());
     const auto candidate = folders.substr(start, end - start) + "/" + name;
-    if (access(candidate.c_str(), X_OK) == 0) {
+    if (is_file(candidate) && access(candidate.c_str(), X_OK) == 0) {
       return candidate;
     }
     start = end + 1;
@@ -64,21 +77,86 @@ std::vector<std::string> merged(const std::map<std::string, std::string>& extra)
   return result;
 }
 
+/// A descriptor of our own for `fd`. Where a write could block it does not, and
+/// programs that share `fd` with us notice nothing, since it is opened anew.
+int own_descriptor(int fd) {
+  struct stat info{};
+  if (fstat(fd, &info) == 0 && (S_ISFIFO(info.st_mode) || isatty(fd))) {
+    const auto path = "/proc/self/fd/" + std::to_string(fd);
+    const int own = open(path.c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY);
+    if (own >= 0) {
+      return own;
+    }
+  }
+  return fcntl(fd, F_DUPFD_CLOEXEC, 3);
+}
+
 } // namespace
+
+Output::Output() {
+  for (int stream = 0; stream < 2; ++stream) {
+    streams_[stream].fd = own_descriptor(stream + 1);
+  }
+}
+
+Output::~Output() {
+  for (const auto& stream : streams_) {
+    close(stream.fd);
+  }
+}
+
+void Output::add(int stream, const std::string& text) {
+  if (streams_[stream].fd >= 0) {
+    streams_[stream].text += text;
+  }
+}
+
+bool Output::full(int stream) const {
+  return streams_[stream].text.size() > kMostWaiting;
+}
+
+void Output::flush() {
+  for (auto& [fd, text] : streams_) {
+    size_t done = 0;
+    pollfd ready{.fd = fd, .events = POLLOUT, .revents = 0};
+    while (done < text.size() && poll(&ready, 1, 0) > 0) {
+      // What a pipe takes in one piece, to a line's end where there is one:
+      // lines of other programs do not come in between.
+      auto count = std::min<size_t>(text.size() - done, PIPE_BUF);
+      const auto line_end = text.rfind('\n', done + count - 1);
+      if (line_end != std::string::npos && line_end >= done) {
+        count = line_end + 1 - done;
+      }
+      const ssize_t written = write(fd, text.data() + done, count);
+      if (written >= 0) {
+        done += written;
+      } else if (errno == EAGAIN || errno == EINTR) {
+        break;
+      } else {
+        error_ = errno;
+        close(fd);
+        fd = -1;
+        done = text.size();
+      }
+    }
+    text.erase(0, done);
+  }
+}
 
 Child::Child(
     int rank,
+    Output& output,
     const std::vector<std::string>& words,
     const std::map<std::string, std::string>& environment)
-    : rank_(rank) {
+    : Child(rank, output) { // from here on, a throw runs the destructor
   const auto program = find_program(words.at(0));
   const auto variables = merged(environment);
   const auto arguments = pointers(words);
   const auto environment_pointers = pointers(variables);
-  int out[2];
-  int err[2];
-  TORCH_CHECK(
-      pipe2(out, O_CLOEXEC) == 0 && pipe2(err, O_CLOEXEC) == 0, "no pipe: ", std::strerror(errno));
+  int pipes[3][2]; // stdout, stderr, and why it could not be run
+  for (auto& ends : pipes) {
+    TORCH_CHECK(pipe2(ends, O_CLOEXEC) == 0, "no pipe: ", std::strerror(errno));
+  }
   const pid_t parent = getpid();
   pid_ = fork();
   TORCH_CHECK(pid_ >= 0, "cannot start rank ", rank, ": ", std::strerror(errno));
@@ -91,48 +169,54 @@ Child::Child(
     }
     const int null = open("/dev/null", O_RDONLY);
     dup2(null, 0);
-    dup2(out[1], 1);
-    dup2(err[1], 2);
-    signal(SIGPIPE, SIG_DFL); // which our store made us ignore
+    dup2(pipes[0][1], 1);
+    dup2(pipes[1][1], 2);
+    ::signal(SIGPIPE, SIG_DFL); // which our store made us ignore
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, nullptr);
     execve(program.c_str(), arguments.data(), environment_pointers.data());
+    const int error = errno;
+    (void)!write(pipes[2][1], &error, sizeof(error));
     _exit(127);
   }
   setpgid(pid_, pid_); // here too, so that `send` cannot come too early
-  close(out[1]);
-  close(err[1]);
-  streams_[0].fd = out[0];
-  streams_[1].fd = err[0];
-  for (const auto& stream : streams_) {
-    fcntl(stream.fd, F_SETFL, O_NONBLOCK);
+  for (const auto& ends : pipes) {
+    close(ends[1]);
   }
+  for (int stream = 0; stream < 2; ++stream) {
+    streams_[stream].fd = pipes[stream][0];
+    fcntl(streams_[stream].fd, F_SETFL, O_NONBLOCK);
+  }
+  int error = 0; // stays so when the exec closes the pipe
+  (void)!read(pipes[2][0], &error, sizeof(error));
+  close(pipes[2][0]);
+  TORCH_CHECK_VALUE(
+      error == 0, "cannot run ", program, ": ", std::strerror(error),
+      error == ENOEXEC ? "; a script needs a first line with #!" : "");
 }
 
 Child::~Child() {
-  send(SIGKILL);
-  if (running_) {
+  if (pid_ > 0) {
+    send(SIGKILL);
     waitpid(pid_, nullptr, 0);
   }
   for (int stream = 0; stream < 2; ++stream) {
-    forward(stream);
-    if (!streams_[stream].partial.empty()) {
-      write_line(stream, streams_[stream].partial);
-    }
-    if (streams_[stream].fd >= 0) {
-      close(streams_[stream].fd);
-    }
+    forward_rest(stream);
+    close(streams_[stream].fd);
   }
 }
 
 bool Child::reap() {
-  int status = 0;
-  if (!running_ || waitpid(pid_, &status, WNOHANG) != pid_) {
+  siginfo_t info{};
+  // WNOWAIT: the dead process keeps its id, so that `send` meets no other one.
+  if (!running_ || waitid(P_PID, pid_, &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
+      info.si_pid != pid_) {
     return false;
   }
   running_ = false;
-  exit_code_ = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  signal_ = info.si_code == CLD_EXITED ? 0 : info.si_status;
+  exit_code_ = signal_ ? 128 + signal_ : info.si_status;
   return true;
 }
 
@@ -141,23 +225,46 @@ void Child::send(int signal) const {
 }
 
 void Child::forward(int stream) {
-  auto& [fd, partial] = streams_[stream];
-  char buffer[1 << 14];
-  while (fd >= 0) {
-    const ssize_t count = read(fd, buffer, sizeof(buffer));
-    if (count < 0) {
-      return; // nothing there now
+  auto& [fd, partial, after_return] = streams_[stream];
+  char buffer[kChunk];
+  const ssize_t count = read(fd, buffer, sizeof(buffer));
+  if (count == 0) {
+    close(fd);
+    fd = -1;
+  }
+  if (count <= 0) {
+    return;
+  }
+  size_t start = 0;
+  size_t end = partial.size(); // no line ends before
+  partial.append(buffer, count);
+  for (; (end = partial.find_first_of("\r\n", end)) != std::string::npos; start = ++end) {
+    const bool is_return = partial[end] == '\r';
+    const bool is_empty = start == end;
+    // "\r\n" is one end, and a return that nothing precedes shows nothing.
+    const bool says_nothing = is_empty && (is_return || after_return);
+    if (!says_nothing) {
+      write_line(stream, partial.substr(start, end - start));
     }
-    if (count == 0) {
-      close(fd);
-      fd = -1;
-      return;
-    }
-    partial.append(buffer, count);
-    for (size_t end; (end = partial.find('\n')) != std::string::npos;) {
-      write_line(stream, partial.substr(0, end));
-      partial.erase(0, end + 1);
-    }
+    after_return = is_return && !is_empty;
+  }
+  partial.erase(0, start);
+  if (partial.size() >= kLongestLine) {
+    write_line(stream, partial);
+    partial.clear();
+  }
+}
+
+void Child::forward_rest(int stream) {
+  auto& [fd, partial, after_return] = streams_[stream];
+  // Not up to the end: a process that it left behind may write for ever.
+  int left = 0;
+  for (ioctl(fd, FIONREAD, &left); left > 0; left -= kChunk) {
+    forward(stream);
+  }
+  if (!partial.empty()) {
+    write_line(stream, partial);
+    partial.clear();
   }
 }
 
@@ -168,9 +275,7 @@ void Child::write_line(int stream, const std::string& line) {
       last_errors_.pop_front();
     }
   }
-  // One write per line: lines of other programs do not come in between.
-  const auto text = "[rank " + std::to_string(rank_) + "] " + line + "\n";
-  (void)!write(stream + 1, text.data(), text.size());
+  output_.add(stream, "[rank " + std::to_string(rank_) + "] " + line + "\n");
 }
 
 } // namespace fsdp::cli

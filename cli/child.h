@@ -9,30 +9,68 @@
 
 namespace fsdp::cli {
 
+/// Our own stdout (stream 0) and stderr (1). Whoever reads them may be slow or
+/// gone, and we still have ranks to watch: text waits here, and no write blocks.
+class Output {
+ public:
+  Output();
+  Output(const Output&) = delete;
+  Output& operator=(const Output&) = delete;
+  ~Output();
+
+  void add(int stream, const std::string& text);
+  /// Writes what goes out without waiting.
+  void flush();
+  /// File descriptor to poll for writing, -1 when nothing waits.
+  int fd(int stream) const {
+    return streams_[stream].text.empty() ? -1 : streams_[stream].fd;
+  }
+  bool waiting() const {
+    return fd(0) >= 0 || fd(1) >= 0;
+  }
+  /// So much waits that what fills the stream should rather wait itself.
+  bool full(int stream) const;
+  /// Why a write failed, 0 if none did. The rest of that stream is dropped.
+  int error() const {
+    return error_;
+  }
+
+ private:
+  struct Stream {
+    int fd = -1;
+    std::string text;
+  };
+  Stream streams_[2];
+  int error_ = 0;
+};
+
 /// One rank's process, in a process group of its own, with both its outputs
 /// read by us. It dies with us, and leaves no process behind when it ends.
 class Child {
  public:
-  /// Starts `words`; throws ValueError when there is no such program.
+  /// Starts `words`; throws ValueError when there is no such program, or it
+  /// cannot be run.
   Child(
       int rank,
+      Output& output,
       const std::vector<std::string>& words,
       const std::map<std::string, std::string>& environment);
   Child(const Child&) = delete;
   Child& operator=(const Child&) = delete;
-  /// Kills what is left.
+  /// Kills what is left, and passes on what it wrote.
   ~Child();
 
   int rank() const {
     return rank_;
   }
-  pid_t pid() const {
-    return pid_;
-  }
   bool running() const {
     return running_;
   }
-  /// Exit code of the ended process; 128 + signal when one killed it.
+  /// Of the ended process: the signal that killed it, or 0.
+  int signal() const {
+    return signal_;
+  }
+  /// Of the ended process; 128 + signal when one killed it.
   int exit_code() const {
     return exit_code_;
   }
@@ -45,9 +83,11 @@ class Child {
   int fd(int stream) const {
     return streams_[stream].fd;
   }
-  /// Copies what is there to our own stdout or stderr, whole lines, each
-  /// behind the rank's mark.
+  /// Passes on one chunk of what it wrote, in whole lines, each behind the
+  /// rank's mark. A carriage return ends a line too: progress bars go on.
   void forward(int stream);
+  /// Passes on all that is there now, and a line that has not ended.
+  void forward_rest(int stream);
   /// The end of what it wrote to stderr.
   const std::deque<std::string>& last_errors() const {
     return last_errors_;
@@ -56,13 +96,17 @@ class Child {
  private:
   struct Stream {
     int fd = -1;
-    std::string partial; // a line that has not ended yet
+    std::string partial;       // a line that has not ended yet
+    bool after_return = false; // a newline would belong to the last line's end
   };
+  Child(int rank, Output& output) : rank_(rank), output_(output) {}
   void write_line(int stream, const std::string& line);
 
   const int rank_;
-  pid_t pid_ = -1;
+  Output& output_;
+  pid_t pid_ = -1; // ours until the destructor: not before is the process waited for
   bool running_ = true;
+  int signal_ = 0;
   int exit_code_ = 0;
   Stream streams_[2];
   std::deque<std::string> last_errors_;

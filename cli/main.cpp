@@ -1,7 +1,9 @@
 #include <c10/util/Exception.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <iostream>
+#include <string>
 
 #include <fsdp/error.h>
 #include <fsdp/version.h>
@@ -36,6 +38,20 @@ void check_command(const CLI::App& app, int argc, char** argv) {
       std::string("there is no command '") + argv[1] + "'; there are: " + known);
 }
 
+/// Takes the words behind the first `--`, which are no business of CLI11's, for
+/// the program that `run` starts. Returns how many words are left to parse.
+int cut_program(const CLI::App& app, int argc, char** argv) {
+  if (argc < 2 || std::string(argv[1]) != "run") {
+    return argc;
+  }
+  char** mark = std::find(argv, argv + argc, std::string("--"));
+  auto* program = app.get_subcommand("run")->get_option("program");
+  for (char** word = mark + 1; word < argv + argc; ++word) {
+    program->add_result(*word);
+  }
+  return static_cast<int>(mark - argv);
+}
+
 int complain(const std::string& message, int exit_code) {
   std::cerr << "fsdp: " << message << std::endl;
   return exit_code;
@@ -55,7 +71,7 @@ int main(int argc, char** argv) {
   fsdp::cli::add_run(app, action);
   try {
     check_command(app, argc, argv);
-    app.parse(argc, argv);
+    app.parse(cut_program(app, argc, argv), argv);
     return action();
   } catch (const CLI::ParseError& error) {
     return app.exit(error);

@@ -4,6 +4,7 @@
 #include <sys/signalfd.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <iostream>
@@ -75,43 +76,36 @@ class Signals {
 
 class Launcher {
  public:
-  explicit Launcher(const RunOptions& options)
-      : options_(options),
-        job_(
-            {.num_nodes = options.num_nodes,
-             .node_rank = options.node_rank,
-             .master = options.master}) {}
+  Launcher(const RunOptions& options, const Signals& signals, LaunchJob& job)
+      : options_(options), signals_(signals), job_(job) {}
 
   int run() {
     for (int local = 0; local < options_.num_ranks; ++local) {
       const int rank = options_.node_rank * options_.num_ranks + local;
       children_.push_back(std::make_unique<Child>(
-          rank, options_.program, job_.environment(local, options_.num_ranks)));
+          rank, output_, options_.program, job_.environment(local, options_.num_ranks)));
     }
     while (any_running()) {
-      wait_for_news();
-      for (const auto& child : children_) {
-        if (child->reap() && child->exit_code() != 0 && !ending_) {
-          failed(*child);
-        }
-      }
-      if (const auto signal = signals_.take()) {
-        interrupted(*signal);
-      }
+      next_round();
       watch_other_nodes();
       enforce_grace();
     }
     // Whatever the ranks left running goes with them, and their last words come out.
     children_.clear();
-    job_.leave(ending_, [this, failed = ending_] {
-      const auto signal = signals_.take();
-      if (signal && !failed) {
-        interrupted(*signal);
-      }
+    while (output_.waiting() && !hurried_) {
+      next_round();
       watch_other_nodes();
-      return signal.has_value() || ending_ != failed;
+    }
+    job_.leave(ending_, [this, failed = ending_] {
+      next_round();
+      watch_other_nodes();
+      return hurried_ || ending_ != failed;
     });
-    std::cerr << closing_words_ << std::flush;
+    output_.add(1, closing_words_);
+    output_.flush();
+    while (output_.waiting() && !hurried_) {
+      next_round(); // the other nodes may be gone by now
+    }
     return exit_code_;
   }
 
@@ -125,26 +119,49 @@ class Launcher {
     return false;
   }
 
-  void wait_for_news() {
-    std::vector<pollfd> fds{{.fd = signals_.fd(), .events = POLLIN, .revents = 0}};
+  /// Waits a moment for news of any kind, and deals with them.
+  void next_round() {
+    pass_output_on();
     for (const auto& child : children_) {
-      for (int stream = 0; stream < 2; ++stream) {
-        fds.push_back({.fd = child->fd(stream), .events = POLLIN, .revents = 0});
+      if (child->reap() && child->exit_code() != 0 && !ending_) {
+        failed(*child);
       }
     }
-    poll(fds.data(), fds.size(), static_cast<int>(kPoll.count()));
-    for (const auto& child : children_) {
-      child->forward(0);
-      child->forward(1);
+    if (const auto signal = signals_.take()) {
+      interrupted(*signal);
+    }
+    if (output_.error() != 0 && !ending_) {
+      unheard(output_.error());
     }
   }
 
+  void pass_output_on() {
+    std::vector<pollfd> fds{
+        {.fd = signals_.fd(), .events = POLLIN, .revents = 0},
+        {.fd = output_.fd(0), .events = POLLOUT, .revents = 0},
+        {.fd = output_.fd(1), .events = POLLOUT, .revents = 0}};
+    const auto first = fds.size();
+    for (const auto& child : children_) {
+      for (int stream = 0; stream < 2; ++stream) {
+        const int fd = output_.full(stream) ? -1 : child->fd(stream);
+        fds.push_back({.fd = fd, .events = POLLIN, .revents = 0});
+      }
+    }
+    poll(fds.data(), fds.size(), static_cast<int>(kPoll.count()));
+    for (size_t i = first; i < fds.size(); ++i) {
+      if (fds[i].revents != 0) {
+        children_[(i - first) / 2]->forward(static_cast<int>((i - first) % 2));
+      }
+    }
+    output_.flush();
+  }
+
   void failed(Child& child) {
-    child.forward(1);
+    child.forward_rest(1);
     const int code = child.exit_code();
     std::string how = "exit code " + std::to_string(code);
-    if (code > 128) {
-      how = "signal " + std::to_string(code - 128) + " (" + strsignal(code - 128) + ")";
+    if (const int signal = child.signal()) {
+      how = "signal " + std::to_string(signal) + " (" + strsignal(signal) + ")";
     }
     const auto what = "rank " + std::to_string(child.rank()) + " failed first, with " + how;
     closing_words_ = "fsdp run: " + what + "; the other ranks were ended.\n";
@@ -159,13 +176,23 @@ class Launcher {
   }
 
   void interrupted(int signal) {
-    if (ending_) {
-      kill_at_ = Clock::now(); // asked twice: at once
+    if (ending_) { // asked twice: at once
+      kill_at_ = Clock::now();
+      hurried_ = true;
       return;
     }
     closing_words_ = std::string("fsdp run: ended by ") + strsignal(signal) + ".\n";
     job_.report({std::string("fsdp run was ended by ") + strsignal(signal), 128 + signal});
     end_all(128 + signal, signal);
+  }
+
+  /// What the ranks say cannot be written.
+  void unheard(int error) {
+    const auto what = std::string("the output cannot be written: ") + std::strerror(error);
+    closing_words_ = "fsdp run: " + what + "; the ranks were ended.\n";
+    const int code = error == EPIPE ? 128 + SIGPIPE : 1; // as a shell has it
+    job_.report({what, code});
+    end_all(code);
   }
 
   void watch_other_nodes() {
@@ -196,15 +223,36 @@ class Launcher {
     }
   }
 
-  const RunOptions options_;
-  Signals signals_; // first: the store's threads must not take our signals
-  LaunchJob job_;
+  const RunOptions& options_;
+  const Signals& signals_;
+  LaunchJob& job_;
+  Output output_;
   std::vector<std::unique_ptr<Child>> children_;
   bool ending_ = false;
+  bool hurried_ = false; // nothing is worth waiting for
   int exit_code_ = 0;
   Clock::time_point kill_at_;
   std::string closing_words_;
 };
+
+int launch(const RunOptions& options) {
+  const Signals signals; // first: the store's threads must not take our signals
+  std::optional<int> asked;
+  try {
+    LaunchJob job(
+        {.num_nodes = options.num_nodes,
+         .node_rank = options.node_rank,
+         .master = options.master,
+         .stop = [&] { return (asked = signals.take()).has_value(); }});
+    return Launcher(options, signals, job).run();
+  } catch (const CommError&) {
+    if (!asked) {
+      throw;
+    }
+    std::cerr << "fsdp run: ended by " << strsignal(*asked) << ", while waiting for node 0.\n";
+    return 128 + *asked;
+  }
+}
 
 } // namespace
 
@@ -219,11 +267,12 @@ void add_run(CLI::App& app, Action& action) {
   command->add_option("--node-rank", options->node_rank, "Number of this machine, from 0")
       ->check(CLI::NonNegativeNumber);
   command->add_option("--master", options->master, "HOST:PORT on machine 0 that all reach");
+  // No extra arguments: CLI11 would take "[1,2]" for two. `main` adds the words.
   command->add_option("program", options->program, "Program and its arguments, behind --")
-      ->required();
+      ->required()
+      ->allow_extra_args(false);
   command->footer("Example: fsdp run -n 4 -- ./my_program --its --options");
-  command->callback(
-      [options, &action] { action = [options] { return Launcher(*options).run(); }; });
+  command->callback([options, &action] { action = [options] { return launch(*options); }; });
 }
 
 } // namespace fsdp::cli

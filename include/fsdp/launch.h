@@ -16,6 +16,8 @@ struct LaunchOptions {
   /// "host:port" on node 0. May be empty on a single node, which then listens
   /// on a free port of the loopback address.
   std::string master = {};
+  /// Asked a few times a second while node 0 does not answer; true gives up.
+  std::function<bool()> stop = {};
 };
 
 /// What launchers of one job share, one launcher per machine: the store where
@@ -31,7 +33,8 @@ class FSDP_API LaunchJob {
   LaunchJob& operator=(const LaunchJob&) = delete;
 
   /// Variables for rank `local_rank` of the `num_local` on this node, as
-  /// torchrun sets them.
+  /// torchrun sets them. Throws ConfigError when another node has another number
+  /// of nodes or of ranks.
   std::map<std::string, std::string> environment(int local_rank, int num_local) const;
 
   struct Failure {
@@ -45,7 +48,8 @@ class FSDP_API LaunchJob {
 
   /// To be called when the ranks here have ended. Node 0 returns when the
   /// others have called it too, since their ranks use its store: after a
-  /// failure that takes a few seconds at most. Ends early when `stop` says so.
+  /// failure that takes a few seconds at most. Ends early when `stop` says so,
+  /// and throws CommError when none of the others gives a sign of life.
   void leave(bool failed, const std::function<bool()>& stop);
 
  private:

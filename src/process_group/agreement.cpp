@@ -22,7 +22,9 @@ uint64_t num_checked_calls() {
     FSDP_CHECK_AS(
         ConfigError, asked == "first" || asked == "all" || asked == "none",
         "FSDP_CHECK_COLLECTIVES is '", asked, "', not one of first, all, none");
-    return asked == "all" ? std::numeric_limits<uint64_t>::max() : asked == "none" ? 0 : kFirstCalls;
+    return asked == "all"    ? std::numeric_limits<uint64_t>::max()
+           : asked == "none" ? 0
+                             : kFirstCalls;
   }();
   return number;
 }
@@ -63,8 +65,8 @@ std::string describe(const int64_t* print) {
 
 void check_agreement(GroupState& group, const CollectiveCall& call) {
   auto& backend = *group.backend;
-  if (backend.getSize() == 1 || dynamic_cast<const LocalBackend*>(&backend) || backend.getBackendName() == "nccl" ||
-      (call.output.defined() && !call.output.is_cpu())) {
+  if (backend.getSize() == 1 || dynamic_cast<const LocalBackend*>(&backend) ||
+      backend.getBackendName() == "nccl" || (call.output.defined() && !call.output.is_cpu())) {
     return;
   }
   if (group.num_calls++ >= num_checked_calls()) {
@@ -78,12 +80,12 @@ void check_agreement(GroupState& group, const CollectiveCall& call) {
   }
   std::vector<std::string> brought;
   for (int64_t rank = 0; rank < backend.getSize(); ++rank) {
-    brought.push_back(c10::str(
-        "rank ", group.world_ranks[rank], ": ", describe(all[rank].data_ptr<int64_t>())));
+    brought.push_back(
+        c10::str("rank ", group.world_ranks[rank], ": ", describe(all[rank].data_ptr<int64_t>())));
   }
   FSDP_THROW(
-      CommError, "in group '", group.name, "' the ranks brought different calls: ",
-      join(brought, "; "));
+      CommError, "in group '", group.name,
+      "' the ranks brought different calls: ", join(brought, "; "));
 }
 
 } // namespace fsdp::detail

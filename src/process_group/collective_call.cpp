@@ -81,7 +81,8 @@ void check_splits(
   const auto total = std::accumulate(splits.begin(), splits.end(), int64_t{0});
   TORCH_CHECK_VALUE(
       std::all_of(splits.begin(), splits.end(), [](auto split) { return split >= 0; }),
-      "[all_to_all] the splits ", c10::IntArrayRef(splits), " of the ", role, " are not all lengths");
+      "[all_to_all] the splits ", c10::IntArrayRef(splits), " of the ", role,
+      " are not all lengths");
   TORCH_CHECK_VALUE(
       splits.size() == static_cast<size_t>(size) && tensor.dim() > 0 && total == tensor.size(0),
       "[all_to_all] ", role, " ", describe(tensor), " needs ", size,

@@ -7,6 +7,7 @@
 #include "base/check.h"
 #include "base/text.h"
 #include "process_group/launch_env.h"
+#include "process_group/socket.h"
 #include "process_group/tcp_store.h"
 
 namespace fsdp {
@@ -20,8 +21,31 @@ using std::chrono::seconds;
 constexpr auto kConnectTimeout = seconds(60);
 constexpr auto kPollInterval = milliseconds(500);
 constexpr auto kLeaveAfterFailure = seconds(5);
+constexpr auto kSilence = seconds(60);
 constexpr const char* kFailed = "failed";
 constexpr const char* kLeft = "left";
+constexpr const char* kAlive = "alive"; // counts up while a node other than 0 watches its ranks
+constexpr const char* kShape = "shape";
+
+/// Waits until somebody listens there: c10d's own wait cannot be interrupted.
+void wait_for_node_0(const detail::Endpoint& master, const std::function<bool()>& stop) {
+  const auto listens = [&] {
+    try {
+      return detail::can_connect(master.host, master.port, milliseconds(500));
+    } catch (const CommError&) {
+      return false; // a name may come up together with its machine
+    }
+  };
+  const auto deadline = Clock::now() + kConnectTimeout;
+  while (!listens()) {
+    FSDP_CHECK_AS(CommError, !stop || !stop(), "stopped while waiting for node 0");
+    FSDP_CHECK_AS(
+        CommError, Clock::now() < deadline, "no launcher answers at ", master.host, ":",
+        master.port, " within ", kConnectTimeout.count(),
+        " s: is the one of node 0 running, and is this its address?");
+    std::this_thread::sleep_for(milliseconds(100));
+  }
+}
 
 } // namespace
 
@@ -50,6 +74,7 @@ LaunchJob::LaunchJob(const LaunchOptions& options) : state_(std::make_unique<Sta
   if (options.node_rank == 0) {
     store = detail::serve_store(master, one_machine);
   } else {
+    wait_for_node_0(master, options.stop);
     store = detail::connect_store(master, kConnectTimeout);
   }
   state_->store = c10::make_intrusive<c10d::PrefixStore>("fsdp_run", store);
@@ -59,6 +84,14 @@ LaunchJob::~LaunchJob() = default;
 
 std::map<std::string, std::string> LaunchJob::environment(int local_rank, int num_local) const {
   const auto& [options, master, store, next_poll] = *state_;
+  const auto shape =
+      std::to_string(options.num_nodes) + " nodes of " + std::to_string(num_local) + " ranks";
+  if (const auto first = store->compareSet(kShape, std::string(), shape); first != shape) {
+    const auto what = "node " + std::to_string(options.node_rank) + " was started for " + shape +
+                      ", another one for " + first;
+    store->set(kFailed, "2 " + what);
+    FSDP_THROW(ConfigError, what);
+  }
   std::map<std::string, std::string> variables{
       {"RANK", std::to_string(options.node_rank * num_local + local_rank)},
       {"WORLD_SIZE", std::to_string(options.num_nodes * num_local)},
@@ -89,6 +122,9 @@ std::optional<LaunchJob::Failure> LaunchJob::failure_elsewhere() {
   }
   state_->next_poll = Clock::now() + kPollInterval;
   try {
+    if (state_->options.node_rank != 0) {
+      state_->store->add(kAlive, 1);
+    }
     if (!state_->store->check({kFailed})) {
       return std::nullopt;
     }
@@ -106,16 +142,34 @@ void LaunchJob::leave(bool failed, const std::function<bool()>& stop) {
   if (options.num_nodes == 1) {
     return;
   }
+  auto& store = *state_->store;
   try {
-    auto left = state_->store->add(kLeft, 1);
-    const auto deadline = Clock::now() + kLeaveAfterFailure;
-    while (options.node_rank == 0 && left < options.num_nodes && !stop() &&
-           !(failed && Clock::now() > deadline)) {
-      std::this_thread::sleep_for(milliseconds(100));
-      left = state_->store->add(kLeft, 0);
-    }
+    store.add(kLeft, 1);
   } catch (const std::exception&) {
-    // Node 0 is gone: there is nobody to wait for.
+    return; // node 0 is gone: there is nobody to wait for
+  }
+  if (options.node_rank != 0) {
+    return;
+  }
+  auto deadline = Clock::now() + (failed ? kLeaveAfterFailure : kSilence);
+  int64_t last_signs = 0;
+  while (true) {
+    const auto left = store.add(kLeft, 0);
+    if (left == options.num_nodes || stop()) {
+      return;
+    }
+    if (const auto signs = left + store.add(kAlive, 0); signs != last_signs && !failed) {
+      last_signs = signs;
+      deadline = Clock::now() + kSilence;
+    }
+    if (Clock::now() > deadline) {
+      FSDP_CHECK_AS(
+          CommError, failed, "the ranks of node 0 are done, but the launchers of ",
+          options.num_nodes - left, " of the other nodes have given no sign of life for ",
+          kSilence.count(), " s: they or their machines are gone");
+      return;
+    }
+    std::this_thread::sleep_for(milliseconds(100));
   }
 }
 

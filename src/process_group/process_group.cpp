@@ -19,10 +19,10 @@ namespace fsdp {
 namespace detail {
 
 struct WorkState {
-  std::mutex mutex; // copies of a Work may be waited for by several threads
+  std::mutex mutex;                    // copies of a Work may be waited for by several threads
   c10::intrusive_ptr<c10d::Work> work; // null when there is nothing left to wait for
-  bool has_streams = false; // every wait has to order its own stream
-  std::function<void()> finish; // what the backend left to do, or empty
+  bool has_streams = false;            // every wait has to order its own stream
+  std::function<void()> finish;        // what the backend left to do, or empty
   std::exception_ptr failure;
   std::shared_ptr<GroupState> group;
   CollectiveKind kind = CollectiveKind::Barrier;
@@ -44,8 +44,8 @@ auto guarded(GroupState& group, CollectiveKind kind, bool diagnose, Step step) {
     const auto diagnosis = factory ? factory->diagnose() + "; " : "";
     FSDP_THROW(
         CommError, to_string(kind), " in group '", group.name, "' failed on rank ",
-        group.world_ranks[group.backend->getRank()], " (", group.backend->getBackendName(), "): ",
-        diagnosis, reason);
+        group.world_ranks[group.backend->getRank()], " (", group.backend->getBackendName(),
+        "): ", diagnosis, reason);
   }
 }
 

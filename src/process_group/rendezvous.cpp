@@ -184,8 +184,7 @@ void agree(
 
   const bool one_machine = std::all_of(
       machines.begin(), machines.end(), [&](const auto& m) { return m == machines[0]; });
-  met.address =
-      one_machine ? "127.0.0.1" : address_for_peers(master_host);
+  met.address = one_machine ? "127.0.0.1" : address_for_peers(master_host);
   met.liveness = std::make_shared<Liveness>(met.address);
   met.liveness->set_peers(
       exchange("alive", met.liveness->endpoint(), [](int, const std::string&) { return ""; }));

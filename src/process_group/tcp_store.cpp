@@ -83,7 +83,8 @@ c10::intrusive_ptr<c10d::Store> connect_store(
   } catch (...) {
     FSDP_THROW(
         CommError, "no store answers at ", endpoint.host, ":", endpoint.port, " within ",
-        timeout.count(), " ms: is rank 0 running, and is this its address? (", current_exception_text(), ")");
+        timeout.count(), " ms: is rank 0 running, and is this its address? (",
+        current_exception_text(), ")");
   }
 }
 

@@ -60,8 +60,8 @@ void become_rank(const std::shared_ptr<ThreadWorld>& world, int rank, bool from_
     error.add_context(where); // keeps the type
     throw;
   } catch (...) {
-    std::throw_with_nested(
-        c10::Error({__func__, __FILE__, __LINE__}, c10::str(current_exception_text(), " (", where, ")")));
+    std::throw_with_nested(c10::Error(
+        {__func__, __FILE__, __LINE__}, c10::str(current_exception_text(), " (", where, ")")));
   }
 }
 

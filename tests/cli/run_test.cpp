@@ -1,4 +1,5 @@
 // `fsdp run`, from outside.
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <unistd.h>
@@ -7,7 +8,9 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <thread>
+#include <utility>
 
 #include "support/processes.h"
 #include "support/tensors.h"
@@ -31,6 +34,30 @@ Ended run(std::vector<std::string> words) {
   words.insert(words.begin(), kTool);
   return run_commands({{words, kClean}})[0];
 }
+
+/// The same through a shell: for pipes, and for signals to the launcher.
+Ended run_script(const std::string& script) {
+  return run_commands({{{"bash", "-c", script}, kClean}})[0];
+}
+
+/// A script that starts the launcher, and after a second each sends it `signals`.
+Ended run_and_send(const std::string& arguments, const std::vector<std::string>& signals) {
+  auto script = kTool + " run " + arguments + " & ";
+  for (const auto& signal : signals) {
+    script += "sleep 1; kill -" + signal + " $!; ";
+  }
+  return run_script(script + "wait $!");
+}
+
+class Stopwatch {
+ public:
+  double seconds() const {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
 
 int count(const std::string& text, const std::string& part) {
   int found = 0;
@@ -149,6 +176,139 @@ TEST(Run, RefusesWhatMakesNoSense) {
       "node rank 2");
   refused({"run", "-n", "1", "--master", "nowhere", "--", "true"}, "must be host:port");
   refused({"nonsense"}, "there is no command 'nonsense'; there are: train, run");
+}
+
+TEST(Run, PassesEveryWordOnAsItIs) {
+  const auto ended = run({"run", "-n", "1", "--", kProgram, "echo", "[1,2]", "", "--", "-n", "{}"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(
+      contains(ended.output, "[rank 0] [1,2]\n[rank 0] \n[rank 0] --\n[rank 0] -n\n[rank 0] {}\n"));
+}
+
+TEST(Run, AChattyRankHidesNoFailure) {
+  const Stopwatch watch;
+  const auto ended = run_script(
+      kTool + " run -n 2 -- sh -c '[ $RANK = 0 ] && exec yes; sleep 1; exit 3' > /dev/null");
+  EXPECT_EQ(ended.exit_code, 3) << ended.output;
+  EXPECT_LT(watch.seconds(), 15);
+}
+
+/// A pipe that the launcher can write to as file descriptor `write_end`.
+struct Pipe {
+  Pipe() {
+    int ends[2];
+    EXPECT_EQ(pipe(ends), 0);
+    fcntl(ends[0], F_SETFD, FD_CLOEXEC);
+    read_end = ends[0];
+    write_end = ends[1];
+  }
+  ~Pipe() {
+    close(read_end);
+    close(write_end);
+  }
+  std::string redirection() const {
+    return " >&" + std::to_string(write_end);
+  }
+  int read_end = -1;
+  int write_end = -1;
+};
+
+TEST(Run, ASlowReaderOfANonBlockingPipeGetsEverything) {
+  Pipe pipe;
+  fcntl(pipe.write_end, F_SETFL, O_NONBLOCK);
+  std::string text;
+  std::thread reader([&] {
+    char buffer[1 << 14];
+    for (ssize_t size; (size = read(pipe.read_end, buffer, sizeof(buffer))) > 0;) {
+      text.append(buffer, size);
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+  });
+  const auto ended = run_script(kTool + " run -n 2 -- seq 200000" + pipe.redirection());
+  close(std::exchange(pipe.write_end, -1));
+  reader.join();
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 400000);
+  EXPECT_EQ(count(text, "] 200000\n"), 2);
+}
+
+TEST(Run, CanBeEndedWhileNobodyReadsItsOutput) {
+  const Pipe pipe;
+  const Stopwatch watch;
+  const auto ended = run_and_send("-n 2 -- yes" + pipe.redirection(), {"TERM", "TERM"});
+  EXPECT_EQ(ended.exit_code, 143);
+  EXPECT_TRUE(contains(ended.output, "ended by Terminated"));
+  EXPECT_LT(watch.seconds(), 15);
+}
+
+TEST(Run, EndsWhenItsReaderIsGone) {
+  const auto ended = run_script("{ " + kTool + " run -n 2 -- yes; echo code $? >&2; } | head -n 1");
+  EXPECT_TRUE(contains(ended.output, "code 141\n"));
+  EXPECT_TRUE(contains(ended.output, "the output cannot be written: Broken pipe"));
+}
+
+TEST(Run, CanBeEndedWhileItWaitsForNode0) {
+  const auto nodes =
+      "-n 1 --nnodes 2 --node-rank 1 --master 127.0.0.1:" + std::to_string(free_port()) +
+      " -- true";
+  const Stopwatch watch;
+  EXPECT_EQ(run_and_send(nodes, {"INT"}).exit_code, 130);
+  EXPECT_EQ(run_and_send(nodes, {"TERM"}).exit_code, 143);
+  EXPECT_LT(watch.seconds(), 20);
+}
+
+TEST(Run, TellsExitCodesFromSignals) {
+  const auto ended = run({"run", "-n", "1", "--", "sh", "-c", "printf why >&2; exit 200"});
+  EXPECT_EQ(ended.exit_code, 200);
+  EXPECT_TRUE(contains(ended.output, "rank 0 failed first, with exit code 200"));
+  EXPECT_TRUE(contains(ended.output, "last words:\n  why\n"));
+}
+
+TEST(Run, SaysWhyAFileCannotBeRun) {
+  const auto folder = temporary_folder();
+  const auto script = folder + "/script";
+  std::ofstream(script) << "echo hello\n";
+  std::filesystem::permissions(script, std::filesystem::perms::owner_all);
+  for (const auto& [program, reason] : std::map<std::string, std::string>{
+           {folder, "it is not a file"}, {script, "Exec format error; a script needs"}}) {
+    const auto ended = run({"run", "-n", "2", "--", program});
+    EXPECT_EQ(ended.exit_code, 1);
+    EXPECT_TRUE(contains(ended.output, "cannot run " + program + ": " + reason));
+  }
+}
+
+TEST(Run, ACarriageReturnEndsALine) {
+  const auto ended =
+      run({"run", "-n", "1", "--", "printf", "\\r10%%\\r20%%\\r\\ndone\\r\\n\\r\\nend"});
+  EXPECT_EQ(ended.output, "[rank 0] 10%\n[rank 0] 20%\n[rank 0] done\n[rank 0] \n[rank 0] end\n");
+}
+
+TEST(Run, AnEndlessLineComesInPieces) {
+  const auto ended =
+      run({"run", "-n", "1", "--", "sh", "-c", "head -c 1000000 /dev/zero | tr '\\0' x; exit 4"});
+  EXPECT_EQ(ended.exit_code, 4);
+  const auto marks = count(ended.output, "[rank 0] x");
+  EXPECT_GE(marks, 10);
+  EXPECT_LE(marks, 17);
+  EXPECT_EQ(
+      std::count(ended.output.begin(), ended.output.end(), 'x'), 1000000 + 1); // and in "exit"
+}
+
+TEST(Run, NodesMustAgreeOnTheJob) {
+  const auto port = std::to_string(free_port());
+  const auto node = [&](const std::string& rank, const std::string& ranks) {
+    return Command{
+        {kTool, "run", "-n", ranks, "--nnodes", "2", "--node-rank", rank, "--master",
+         "127.0.0.1:" + port, "--", "sleep", "60"},
+        kClean};
+  };
+  std::string output;
+  for (const auto& ended : run_commands({node("0", "2"), node("1", "1")})) {
+    EXPECT_NE(ended.exit_code, 0) << ended.output;
+    EXPECT_FALSE(ended.timed_out);
+    output += ended.output;
+  }
+  EXPECT_TRUE(contains(output, "was started for 2 nodes of "));
 }
 
 TEST(Run, TwoNodes) {
