@@ -118,7 +118,13 @@ void FSDPParamGroup::attach_params(const at::TensorOptions& options) {
 // ------------------------------------------------------------ Runtime
 
 void FSDPParamGroup::unshard() {
-  if (pending_ || is_unsharded() || alone()) {
+  if (pending_ || is_unsharded()) {
+    return;
+  }
+  for (const auto& param : params_) {
+    param.check_not_replaced();
+  }
+  if (alone()) {
     return;
   }
   pending_ = start_gather(shard_, group_);
@@ -180,6 +186,27 @@ void FSDPParamGroup::show(Face face) {
     param.show(face);
   }
   shown_ = face;
+}
+
+bool FSDPParamGroup::has_unsharded_grads() const {
+  return std::any_of(params_.begin(), params_.end(), [](const auto& param) {
+    return param.unsharded_grad().defined();
+  });
+}
+
+void FSDPParamGroup::drop_pending() {
+  if (pending_) {
+    pending_->work.wait(); // its buffer is still being written
+    pending_.reset();
+  }
+}
+
+void FSDPParamGroup::reset() {
+  pending_.reset(); // not waited for: the peers may be gone
+  reshard();
+  for (auto& param : params_) {
+    param.take_unsharded_grad();
+  }
 }
 
 void FSDPParamGroup::reduce_grads() {

@@ -52,10 +52,16 @@ class FSDPParamGroup {
   void reshard();
 
   /// Reduces the gradients that backward has left and adds them to the
-  /// parameters' `.grad`, having resharded first, so that parameters and
-  /// gradients are not in memory together with the buffers. Collective if any
-  /// parameter has a gradient.
+  /// parameters' `.grad`. Reshards first, so that parameters and gradients are
+  /// not in memory together with the buffers. Collective if any parameter has a
+  /// gradient.
   void reduce_grads();
+  bool has_unsharded_grads() const;
+
+  /// Forgets an all-gather that nobody waited for.
+  void drop_pending();
+  /// Sharded, with nothing pending and no gradient left to reduce.
+  void reset();
 
   // ---- Settings
 

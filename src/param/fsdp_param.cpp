@@ -89,6 +89,16 @@ void FSDPParam::attach(at::Tensor sharded, at::Tensor unsharded) {
   impl->set_version_counter(sharded_version_);
 }
 
+void FSDPParam::check_not_replaced() const {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      face_ == Face::Unsharded ||
+          (param_.storage().unsafeGetStorageImpl() == sharded_.storage().unsafeGetStorageImpl() &&
+           param_.storage_offset() == sharded_.storage_offset() && param_.scalar_type() == dtype_),
+      "[fully_shard] the data of parameter '", name_,
+      "' was replaced after sharding (Module::to, set_data or an assignment), which is not "
+      "supported yet; convert the module first, and write into a shard with copy_");
+}
+
 void FSDPParam::show(Face face) {
   if (face == face_) {
     return;

@@ -63,6 +63,9 @@ class FSDPParam {
   Face face() const {
     return face_;
   }
+  /// Throws if the shard was replaced from outside (Module::to, set_data), so
+  /// that what is gathered would not be what the user sees.
+  void check_not_replaced() const;
   void show(Face face);
 
   /// The unsharded view, whichever face is shown.

@@ -21,6 +21,8 @@ MAY_INCLUDE = {
     "param": {"base", "runtime", "process_group", "mesh", "tensor", "collective"},
     "group": {"base", "runtime", "process_group", "mesh", "tensor", "collective", "param"},
 }
+MAY_INCLUDE["state"] = MAY_INCLUDE["group"] | {"group"}
+MAY_INCLUDE["module"] = MAY_INCLUDE["state"] | {"state"}
 
 # Room of each public header; one that is missing here is an error.
 PUBLIC = {
@@ -29,11 +31,15 @@ PUBLIC = {
     "dtensor.h": "tensor",
     "error.h": "base",
     "export.h": "base",
+    "forward_scope.h": "state",
     "fsdp.h": None,  # the umbrella: for users only
+    "fully_shard.h": "module",
+    "hooked.h": "module",
     "launch.h": "process_group",
     "placement.h": "tensor",
     "process_group.h": "process_group",
     "reduce_op.h": "process_group",
+    "tree.h": "module",
     "version.h": "base",
 }
 

@@ -1,7 +1,7 @@
 // Bad input and failing ranks: a clear error on every rank, and nothing hangs.
 #include <ATen/Parallel.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <fsdp/device_mesh.h>
 #include <fsdp/distributed.h>
@@ -169,12 +169,14 @@ TEST(Work, EveryWaitWaitsAndEveryWaitFails) {
     }
   });
   EXPECT_THROW(
-      run_ranks(2, [](int rank) {
-        auto work = default_group().all_reduce_async(torch::ones(4 + rank));
-        EXPECT_THROW(work.wait(), CommError);
-        EXPECT_THROW(work.wait(), CommError);
-        throw std::runtime_error("seen");
-      }),
+      run_ranks(
+          2,
+          [](int rank) {
+            auto work = default_group().all_reduce_async(torch::ones(4 + rank));
+            EXPECT_THROW(work.wait(), CommError);
+            EXPECT_THROW(work.wait(), CommError);
+            throw std::runtime_error("seen");
+          }),
       c10::Error);
 }
 

@@ -165,7 +165,10 @@ TEST(LaunchEnv, OtherWaysToMeetNeedNoMaster) {
 TEST(LaunchEnv, ANameIsNotLoopbackWhateverItResolvesTo) {
   // Debian maps a machine's own name to 127.0.1.1.
   const auto launch = read_with_master(
-      {{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "ip6-localhost"}});
+      {{"RANK", "0"},
+       {"WORLD_SIZE", "4"},
+       {"LOCAL_WORLD_SIZE", "2"},
+       {"MASTER_ADDR", "ip6-localhost"}});
   EXPECT_FALSE(launch.one_machine());
 }
 

@@ -1,0 +1,452 @@
+#pragma once
+
+// Forward is intercepted by type: torch::nn::Module has no hooks, and forward is
+// not virtual. Hooked<Impl> derives from the user's Impl and shadows forward.
+
+#include <torch/nn/modules/container/any.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/pimpl.h>
+
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include <fsdp/forward_scope.h>
+#include <fsdp/tree.h>
+
+namespace fsdp {
+
+/// What fully_shard asks a module for: a place for its state. A copy of a
+/// sharded module is not sharded.
+class FSDP_API Hookable {
+ public:
+  virtual ~Hookable() = default;
+  std::shared_ptr<detail::FSDPState> fsdp_state; // null until fully_shard
+
+ protected:
+  Hookable() = default;
+  Hookable(const Hookable&) noexcept {}
+  Hookable& operator=(const Hookable&) noexcept {
+    return *this;
+  }
+};
+
+template <class Impl>
+class Hooked;
+
+namespace detail {
+
+// ------------------------------------------------------------ A call between the hooks
+
+// Tensor carriers that are taken by value, const& or && are held as copies of
+// our own, which may be replaced. A non-const T& is the module's to write to.
+template <class P>
+inline constexpr bool kHeld =
+    HasTree<std::remove_cvref_t<P>> &&
+    (!std::is_lvalue_reference_v<P> || std::is_const_v<std::remove_reference_t<P>>);
+template <class P>
+using Held = std::conditional_t<kHeld<P>, std::remove_cvref_t<P>, P&&>;
+// A const Tensor& would refer to something that may be replaced.
+template <class R>
+using Result = std::conditional_t<HasTree<std::remove_cvref_t<R>>, std::remove_cvref_t<R>, R>;
+
+template <class T>
+void collect(T& value, std::vector<at::Tensor*>& tensors) {
+  visit_tensors(value, [&](at::Tensor& tensor) { tensors.push_back(&tensor); });
+}
+
+/// Runs `body(args...)` between pre- and post-forward. P are the parameter
+/// types of the callee.
+template <class... P, class Body>
+auto around(const std::shared_ptr<FSDPState>& state, Body&& body, P&&... args)
+    -> Result<std::invoke_result_t<Body, P...>> {
+  using R = Result<std::invoke_result_t<Body, P...>>;
+  static_assert(
+      HasTree<std::remove_cvref_t<R>> || tensor_free<std::remove_cvref_t<R>>,
+      "fsdp: cannot find the tensors in what forward returns: write FSDP_TREE(Type, members...) "
+      "or specialise fsdp::Tree<Type>");
+  if (!ForwardScope::needed(state)) {
+    return body(static_cast<P&&>(args)...);
+  }
+  ForwardScope scope(state);
+  std::tuple<Held<P>...> held(static_cast<P&&>(args)...);
+  std::vector<at::Tensor*> tensors;
+  const auto run = [&]<size_t... I>(std::index_sequence<I...>) -> R {
+    (
+        [&] {
+          if constexpr (kHeld<P>) {
+            collect(std::get<I>(held), tensors);
+          }
+        }(),
+        ...);
+    scope.inputs(tensors);
+    return body(static_cast<P&&>(std::get<I>(held))...);
+  };
+  if constexpr (std::is_void_v<R>) {
+    run(std::index_sequence_for<P...>{});
+    scope.outputs({});
+  } else {
+    R result = run(std::index_sequence_for<P...>{});
+    tensors.clear();
+    if constexpr (HasTree<std::remove_cvref_t<R>>) {
+      collect(result, tensors);
+    }
+    scope.outputs(tensors);
+    return static_cast<R&&>(result);
+  }
+}
+
+// Where the callee's parameter types cannot be named (overloads, templates), a
+// tensor-carrying lvalue goes as const& if that compiles.
+template <class A>
+using AsConst = std::conditional_t<
+    std::is_lvalue_reference_v<A> && HasTree<std::remove_cvref_t<A>>,
+    const std::remove_cvref_t<A>&,
+    A>;
+
+template <class Body, class... A>
+auto around_deduced(const std::shared_ptr<FSDPState>& state, Body&& body, A&&... args) {
+  if constexpr (std::is_invocable_v<Body&, AsConst<A&&>...>) {
+    return around<AsConst<A&&>...>(state, body, static_cast<AsConst<A&&>>(args)...);
+  } else {
+    return around<A&&...>(state, body, std::forward<A>(args)...);
+  }
+}
+
+// ------------------------------------------------------------ The signature of forward
+
+template <class R_, bool C, class... A>
+struct Parsed {
+  using R = R_;
+  static constexpr int arity = sizeof...(A);
+  static constexpr bool is_const = C;
+  template <size_t I>
+  using P = std::tuple_element_t<I, std::tuple<A...>>;
+};
+template <class F>
+struct Parse {
+  using R = void;
+  static constexpr int arity = -1; // overloaded, a template, static, or missing
+  static constexpr bool is_const = false;
+  template <size_t>
+  using P = int;
+};
+template <class R, class C, class... A>
+struct Parse<R (C::*)(A...)> : Parsed<R, false, A...> {};
+template <class R, class C, class... A>
+struct Parse<R (C::*)(A...) const> : Parsed<R, true, A...> {};
+template <class R, class C, class... A>
+struct Parse<R (C::*)(A...) noexcept> : Parsed<R, false, A...> {};
+template <class R, class C, class... A>
+struct Parse<R (C::*)(A...) const noexcept> : Parsed<R, true, A...> {};
+
+// A protected forward counts: that is how a user makes every call around the
+// hooks, such as as<NetImpl>()->forward(x), a compile error.
+struct ForwardDecoy {
+  int forward;
+};
+template <class Impl>
+struct ForwardProbe : Impl, ForwardDecoy {};
+template <class Impl>
+concept HasForward = !requires { &ForwardProbe<Impl>::forward; }; // ambiguous: Impl has one
+template <class Impl>
+struct Access : Impl {};
+template <HasForward Impl>
+struct Access<Impl> : Impl {
+  using Impl::forward;
+};
+template <class Impl>
+struct Signature : Parse<void> {};
+template <class Impl>
+  requires requires { &Access<Impl>::forward; }
+struct Signature<Impl> : Parse<decltype(&Access<Impl>::forward)> {};
+template <class Impl, size_t I>
+using Param = typename Signature<Impl>::template P<I>;
+
+// ------------------------------------------------------------ What every hooked module has
+
+struct FsdpNothing {};
+
+// A name added here hides a user's member of that name behind `->`: only
+// forward, the overrides of torch's virtuals, and Fsdp* or fsdp_* names.
+template <class FsdpImpl>
+class FsdpBase
+    : public FsdpImpl,
+      public std::conditional_t<std::is_base_of_v<Hookable, FsdpImpl>, FsdpNothing, Hookable> {
+  static_assert(
+      std::is_base_of_v<torch::nn::Module, FsdpImpl>,
+      "FSDP_MODULE(Name): NameImpl must derive from torch::nn::Module");
+  static_assert(!std::is_final_v<FsdpImpl>, "FSDP_MODULE(Name): NameImpl must not be final");
+  static_assert(
+      !std::is_abstract_v<FsdpImpl>,
+      "FSDP_MODULE(Name): NameImpl is abstract; keep TORCH_MODULE for it and use FSDP_MODULE for "
+      "the concrete classes");
+
+ public:
+  using FsdpImpl::FsdpImpl;
+  FsdpBase() = default;
+  explicit FsdpBase(const FsdpImpl& other)
+    requires std::is_copy_constructible_v<FsdpImpl>
+      : FsdpImpl(other) {}
+  explicit FsdpBase(FsdpImpl&& other)
+    requires std::is_move_constructible_v<FsdpImpl>
+      : FsdpImpl(std::move(other)) {}
+
+  void save(torch::serialize::OutputArchive& archive) const override {
+    fsdp_refuse("torch::save");
+    FsdpImpl::save(archive);
+  }
+  void load(torch::serialize::InputArchive& archive) override {
+    fsdp_refuse("torch::load");
+    FsdpImpl::load(archive);
+  }
+  // Cloneable would make a plain FsdpImpl.
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<torch::Device>& device = std::nullopt) const override {
+    fsdp_refuse("clone");
+    auto copy = FsdpImpl::clone(device);
+    auto* impl = dynamic_cast<FsdpImpl*>(copy.get());
+    if (impl == nullptr || dynamic_cast<Hooked<FsdpImpl>*>(impl) != nullptr) {
+      return copy;
+    }
+    if constexpr (std::is_move_constructible_v<FsdpImpl>) {
+      return std::make_shared<Hooked<FsdpImpl>>(std::move(*impl));
+    } else {
+      TORCH_CHECK(false, "clone: ", fsdp_type_name(), " cannot be moved");
+    }
+  }
+  // With FsdpImpl's name, not fsdp::Hooked<FsdpImpl>.
+  void pretty_print(std::ostream& stream) const override {
+    std::ostringstream out;
+    FsdpImpl::pretty_print(out);
+    auto text = out.str();
+    const auto mine = this->name();
+    if (const auto at = text.find(mine); at != std::string::npos) {
+      text.replace(at, mine.size(), fsdp_type_name());
+    }
+    stream << text;
+  }
+
+ protected:
+  template <class Self, size_t... I>
+  static decltype(auto) fsdp_run(
+      Self& self, std::index_sequence<I...>, std::remove_reference_t<Param<FsdpImpl, I>>&... args) {
+    return around<Param<FsdpImpl, I>...>(
+        self.fsdp_state,
+        [&](Param<FsdpImpl, I>&&... held) -> decltype(auto) {
+          return self.FsdpImpl::forward(static_cast<Param<FsdpImpl, I>&&>(held)...);
+        },
+        static_cast<Param<FsdpImpl, I>&&>(args)...);
+  }
+
+ private:
+  static std::string fsdp_type_name() {
+    return c10::demangle(typeid(FsdpImpl).name());
+  }
+  void fsdp_refuse(const char* what) const {
+    TORCH_CHECK(
+        !this->fsdp_state, what, ": ", fsdp_type_name(),
+        " is sharded, and this would take only this rank's shards");
+  }
+};
+
+// Default arguments of forward: one overload per shorter call that compiles. The
+// & keeps them out of the pattern R (C::*)(A...) by which AnyModule finds the
+// one full signature in the overload set.
+template <class Impl, class Indices>
+class FsdpShort;
+template <class Impl>
+class FsdpShort<Impl, void> : public FsdpBase<Impl> {
+ public:
+  using FsdpBase<Impl>::FsdpBase;
+  using Impl::forward;
+};
+template <size_t N>
+struct Shorter {
+  using type = std::make_index_sequence<N - 1>;
+};
+template <>
+struct Shorter<0> {
+  using type = void;
+};
+template <class Impl, size_t... I>
+class FsdpShort<Impl, std::index_sequence<I...>>
+    : public FsdpShort<Impl, typename Shorter<sizeof...(I)>::type> {
+  using FsdpShorter = FsdpShort<Impl, typename Shorter<sizeof...(I)>::type>;
+
+ public:
+  using FsdpShorter::forward;
+  using FsdpShorter::FsdpShorter;
+  Result<typename Signature<Impl>::R> forward(Param<Impl, I>... args) &
+      requires(
+          !Signature<Impl>::is_const &&
+          requires(Access<Impl>& m) { m.forward(std::declval<Param<Impl, I>>()...); }) {
+        return this->fsdp_run(*this, std::index_sequence<I...>{}, args...);
+      } Result<typename Signature<Impl>::R> forward(Param<Impl, I>... args) const&
+        requires(
+            Signature<Impl>::is_const &&
+            requires(const Access<Impl>& m) { m.forward(std::declval<Param<Impl, I>>()...); })
+  {
+    return this->fsdp_run(*this, std::index_sequence<I...>{}, args...);
+  }
+};
+template <class Impl, int N>
+using ShortOf = FsdpShort<Impl, typename Shorter<N>::type>;
+template <class Impl, int N, bool C>
+concept Takes = Signature<Impl>::arity == N && Signature<Impl>::is_const == C;
+
+} // namespace detail
+
+/// Impl with an intercepted forward. This form is for an overloaded, template,
+/// static or missing forward: one variadic template, so not for AnyModule, as
+/// without us.
+template <class Impl>
+class Hooked : public detail::FsdpBase<Impl> {
+ public:
+  using detail::FsdpBase<Impl>::FsdpBase;
+
+  template <class... A>
+    requires requires(detail::Access<Impl>& m, A&&... a) { m.forward(std::forward<A>(a)...); }
+  auto forward(A&&... args) {
+    return fsdp_forward(*this, std::forward<A>(args)...);
+  }
+  template <class... A>
+    requires requires(const detail::Access<Impl>& m, A&&... a) { m.forward(std::forward<A>(a)...); }
+  auto forward(A&&... args) const {
+    return fsdp_forward(*this, std::forward<A>(args)...);
+  }
+
+ private:
+  template <class Self, class... A>
+  static auto fsdp_forward(Self& self, A&&... args) {
+    return detail::around_deduced(
+        self.fsdp_state,
+        [&self](
+            auto&&... held) -> decltype(self.Impl::forward(std::forward<decltype(held)>(held)...)) {
+          return self.Impl::forward(std::forward<decltype(held)>(held)...);
+        },
+        std::forward<A>(args)...);
+  }
+};
+
+// One specialisation per number of parameters, chosen when the class is
+// completed: a holder may be declared before its Impl, and forward with its exact
+// signature is a member of Hooked<Impl> itself, which AnyModule needs.
+#define FSDP_TAKES(N, PARAMS, ...)               \
+  FSDP_TAKES_CV(N, , false, PARAMS, __VA_ARGS__) \
+  FSDP_TAKES_CV(N, const, true, PARAMS, __VA_ARGS__)
+#define FSDP_TAKES_CV(N, CV, IS_CONST, PARAMS, ...)                                            \
+  template <class Impl>                                                                        \
+    requires detail::Takes<Impl, N, IS_CONST>                                                  \
+  class Hooked<Impl> : public detail::ShortOf<Impl, N> {                                       \
+    using FsdpParent = detail::ShortOf<Impl, N>;                                               \
+                                                                                               \
+   public:                                                                                     \
+    using FsdpParent::forward;                                                                 \
+    using FsdpParent::FsdpParent;                                                              \
+    detail::Result<typename detail::Signature<Impl>::R> forward PARAMS CV {                    \
+      return this->fsdp_run(*this, std::make_index_sequence<N> {} __VA_OPT__(, ) __VA_ARGS__); \
+    }                                                                                          \
+  };
+#define FSDP_P(I) detail::Param<Impl, I>
+FSDP_TAKES(0, ())
+FSDP_TAKES(1, (FSDP_P(0) a), a)
+FSDP_TAKES(2, (FSDP_P(0) a, FSDP_P(1) b), a, b)
+FSDP_TAKES(3, (FSDP_P(0) a, FSDP_P(1) b, FSDP_P(2) c), a, b, c)
+FSDP_TAKES(4, (FSDP_P(0) a, FSDP_P(1) b, FSDP_P(2) c, FSDP_P(3) d), a, b, c, d)
+FSDP_TAKES(5, (FSDP_P(0) a, FSDP_P(1) b, FSDP_P(2) c, FSDP_P(3) d, FSDP_P(4) e), a, b, c, d, e)
+FSDP_TAKES(
+    6,
+    (FSDP_P(0) a, FSDP_P(1) b, FSDP_P(2) c, FSDP_P(3) d, FSDP_P(4) e, FSDP_P(5) f),
+    a,
+    b,
+    c,
+    d,
+    e,
+    f)
+FSDP_TAKES(
+    7,
+    (FSDP_P(0) a, FSDP_P(1) b, FSDP_P(2) c, FSDP_P(3) d, FSDP_P(4) e, FSDP_P(5) f, FSDP_P(6) g),
+    a,
+    b,
+    c,
+    d,
+    e,
+    f,
+    g)
+FSDP_TAKES(
+    8,
+    (FSDP_P(0) a,
+     FSDP_P(1) b,
+     FSDP_P(2) c,
+     FSDP_P(3) d,
+     FSDP_P(4) e,
+     FSDP_P(5) f,
+     FSDP_P(6) g,
+     FSDP_P(7) h),
+    a,
+    b,
+    c,
+    d,
+    e,
+    f,
+    g,
+    h)
+#undef FSDP_TAKES
+#undef FSDP_TAKES_CV
+#undef FSDP_P
+
+/// Sequential is called as forward<ReturnType>(inputs...).
+template <>
+class Hooked<torch::nn::SequentialImpl> : public detail::FsdpBase<torch::nn::SequentialImpl> {
+ public:
+  using detail::FsdpBase<torch::nn::SequentialImpl>::FsdpBase;
+  template <class ReturnType = at::Tensor, class... A>
+  ReturnType forward(A&&... args) {
+    auto& self = *this;
+    return detail::around_deduced(
+        this->fsdp_state,
+        [&self](auto&&... held) -> ReturnType {
+          return self.torch::nn::SequentialImpl::template forward<ReturnType>(
+              std::forward<decltype(held)>(held)...);
+        },
+        std::forward<A>(args)...);
+  }
+};
+
+/// What FSDP_MODULE makes: torch's holder over Hooked<Impl>.
+template <class Impl_>
+class Holder : public torch::nn::ModuleHolder<Hooked<Impl_>> {
+ public:
+  using torch::nn::ModuleHolder<Hooked<Impl_>>::ModuleHolder;
+  using Impl = Hooked<Impl_>;
+  Holder() = default;
+  Holder(std::shared_ptr<Impl_>) = delete; // no hooks: std::make_shared<Name::Impl>(...)
+
+  template <class... A, class M = Hooked<Impl_>>
+  auto operator()(A&&... args) -> decltype(std::declval<M&>().forward(std::forward<A>(args)...)) {
+    return this->get()->forward(std::forward<A>(args)...); // get() refuses an empty holder
+  }
+};
+
+} // namespace fsdp
+
+// ModuleHolder asks this when a holder is declared, AnyModule when it is filled.
+// It must not look inside Impl, which may be incomplete.
+template <class Impl>
+struct torch::detail::has_forward<fsdp::Hooked<Impl>> : std::true_type {};
+
+/// FSDP_MODULE(Net) instead of TORCH_MODULE(Net): the holder Net over NetImpl,
+/// whose calls can be sharded.
+#define FSDP_MODULE(Name) FSDP_MODULE_IMPL(Name, Name##Impl)
+#define FSDP_MODULE_IMPL(Name, ImplType)         \
+  class Name : public ::fsdp::Holder<ImplType> { \
+   public:                                       \
+    using ::fsdp::Holder<ImplType>::Holder;      \
+    using Impl = ::fsdp::Hooked<ImplType>;       \
+  }
