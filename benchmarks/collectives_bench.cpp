@@ -124,12 +124,12 @@ double time_memcpy(int ranks, const Case& what) {
 /// Processes that wait for cases on their stdin; rank 0 answers with a time.
 class GlooProcesses {
  public:
-  explicit GlooProcesses(int ranks) : job_({}) {
+  explicit GlooProcesses(int ranks) : job_({.num_ranks = ranks}) {
     for (int rank = 0; rank < ranks; ++rank) {
       int to_child[2];
       int from_child[2];
       TORCH_CHECK(pipe(to_child) == 0 && pipe(from_child) == 0, "no pipe");
-      const auto environment = job_.environment(rank, ranks);
+      const auto environment = job_.environment(rank);
       const pid_t pid = fork();
       TORCH_CHECK(pid >= 0, "no process");
       if (pid == 0) {

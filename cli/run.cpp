@@ -82,8 +82,8 @@ class Launcher {
   int run() {
     for (int local = 0; local < options_.num_ranks; ++local) {
       const int rank = options_.node_rank * options_.num_ranks + local;
-      children_.push_back(std::make_unique<Child>(
-          rank, output_, options_.program, job_.environment(local, options_.num_ranks)));
+      children_.push_back(
+          std::make_unique<Child>(rank, output_, options_.program, job_.environment(local)));
     }
     while (any_running()) {
       next_round();
@@ -240,7 +240,8 @@ int launch(const RunOptions& options) {
   std::optional<int> asked;
   try {
     LaunchJob job(
-        {.num_nodes = options.num_nodes,
+        {.num_ranks = options.num_ranks,
+         .num_nodes = options.num_nodes,
          .node_rank = options.node_rank,
          .master = options.master,
          .stop = [&] { return (asked = signals.take()).has_value(); }});

@@ -11,6 +11,8 @@
 namespace fsdp {
 
 struct LaunchOptions {
+  /// Ranks on this node; the same on every node.
+  int num_ranks = 1;
   int num_nodes = 1;
   int node_rank = 0;
   /// "host:port" on node 0. May be empty on a single node, which then listens
@@ -25,17 +27,15 @@ struct LaunchOptions {
 /// run` is one; a scheduler's own may use it too.
 class FSDP_API LaunchJob {
  public:
-  /// Node 0 serves the store; the others connect to it. Throws ConfigError or
-  /// CommError.
+  /// Node 0 serves the store; the others connect to it. Throws CommError, or
+  /// ConfigError, also when another node has other numbers of nodes or ranks.
   explicit LaunchJob(const LaunchOptions& options);
   ~LaunchJob();
   LaunchJob(const LaunchJob&) = delete;
   LaunchJob& operator=(const LaunchJob&) = delete;
 
-  /// Variables for rank `local_rank` of the `num_local` on this node, as
-  /// torchrun sets them. Throws ConfigError when another node has another number
-  /// of nodes or of ranks.
-  std::map<std::string, std::string> environment(int local_rank, int num_local) const;
+  /// Variables for rank `local_rank` of this node, as torchrun sets them.
+  std::map<std::string, std::string> environment(int local_rank) const;
 
   struct Failure {
     std::string what;

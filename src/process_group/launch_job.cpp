@@ -78,20 +78,22 @@ LaunchJob::LaunchJob(const LaunchOptions& options) : state_(std::make_unique<Sta
     store = detail::connect_store(master, kConnectTimeout);
   }
   state_->store = c10::make_intrusive<c10d::PrefixStore>("fsdp_run", store);
+  const auto shape = c10::str(options.num_nodes, " nodes of ", options.num_ranks, " ranks");
+  const auto first = state_->store->compareSet(kShape, std::string(), shape);
+  if (first != shape) {
+    const auto what = c10::str(
+        "node ", options.node_rank, " was started for ", shape, ", another one for ", first);
+    report({what, 2});
+    FSDP_THROW(ConfigError, what);
+  }
 }
 
 LaunchJob::~LaunchJob() = default;
 
-std::map<std::string, std::string> LaunchJob::environment(int local_rank, int num_local) const {
-  const auto& [options, master, store, next_poll] = *state_;
-  const auto shape =
-      std::to_string(options.num_nodes) + " nodes of " + std::to_string(num_local) + " ranks";
-  if (const auto first = store->compareSet(kShape, std::string(), shape); first != shape) {
-    const auto what = "node " + std::to_string(options.node_rank) + " was started for " + shape +
-                      ", another one for " + first;
-    store->set(kFailed, "2 " + what);
-    FSDP_THROW(ConfigError, what);
-  }
+std::map<std::string, std::string> LaunchJob::environment(int local_rank) const {
+  const auto& options = state_->options;
+  const auto& master = state_->master;
+  const int num_local = options.num_ranks;
   std::map<std::string, std::string> variables{
       {"RANK", std::to_string(options.node_rank * num_local + local_rank)},
       {"WORLD_SIZE", std::to_string(options.num_nodes * num_local)},
