@@ -110,9 +110,17 @@ void FSDPParamGroup::attach_params(const at::TensorOptions& options) {
                                    geometry.sizes);
     param.attach(std::move(sharded), std::move(unsharded));
   }
-  if (unsharded_) {
-    unsharded_->free();
+  if (!unsharded_) {
+    return;
   }
+  for (const auto i : order_) {
+    const auto& part = parts_[i];
+    const auto run =
+        unsharded_->tensor().narrow(0, part.unsharded_offset, part.numel * group_.size());
+    gather_targets_.push_back(
+        params_[i].geometry().dim == 0 ? run.view({group_.size(), part.numel}) : at::Tensor());
+  }
+  unsharded_->free();
 }
 
 // ------------------------------------------------------------ Runtime
@@ -144,15 +152,12 @@ void FSDPParamGroup::wait_for_unshard() {
 
 void FSDPParamGroup::copy_out_all() {
   at::NoGradGuard no_grad;
-  std::vector<at::Tensor> targets;
-  for (const auto i : order_) {
-    const auto& part = parts_[i];
-    // A shard of another dim than 0 is no run of the whole: by way of a copy.
-    const auto target =
-        params_[i].geometry().dim == 0
-            ? unsharded_->tensor().narrow(0, part.unsharded_offset, part.numel * group_.size())
-            : at::empty({part.numel * group_.size()}, shard_.options());
-    targets.push_back(target.view({group_.size(), part.numel}));
+  auto targets = gather_targets_;
+  for (size_t k = 0; k < order_.size(); ++k) {
+    if (!targets[k].defined()) {
+      // A shard of another dim than 0 is no run of the whole: by way of a copy.
+      targets[k] = at::empty({group_.size(), parts_[order_[k]].numel}, shard_.options());
+    }
   }
   copy_out(*pending_, *layout_, targets);
   for (size_t k = 0; k < order_.size(); ++k) {

@@ -103,6 +103,8 @@ class FSDPParamGroup {
 
   at::Tensor shard_;                        // 1D: the padded shards
   std::optional<FreeableBuffer> unsharded_; // 1D; none when alone
+  // By place in `order_`: (ranks, part numel) views; undefined for other dims than 0.
+  std::vector<at::Tensor> gather_targets_;
   std::optional<Gathered> pending_;
 };
 

@@ -1,6 +1,5 @@
 #include <fsdp/distributed.h>
 
-#include <numeric>
 #include <utility>
 
 #include "base/check.h"
@@ -41,22 +40,8 @@ Place local_place(const InitOptions& options, Place otherwise) {
   const Place place{
       options.rank < 0 ? otherwise.rank : options.rank,
       options.world_size < 0 ? otherwise.world_size : options.world_size};
-  FSDP_CHECK_AS(
-      ConfigError, place.world_size >= 1 && place.rank < place.world_size, "backend ",
-      options.backend, ": rank ", place.rank, " of ", place.world_size,
-      ": ranks count from 0 and end below the world size");
+  detail::check_place("backend " + options.backend, place.rank, place.world_size);
   return place;
-}
-
-std::shared_ptr<RankContext> make_context(
-    std::shared_ptr<detail::BackendFactory> factory, int world_size, int local_rank) {
-  std::vector<int> ranks(world_size);
-  std::iota(ranks.begin(), ranks.end(), 0);
-  auto context = std::make_shared<RankContext>();
-  context->world = ProcessGroup(factory->group(ranks, ""));
-  context->factory = std::move(factory);
-  context->local_rank = local_rank;
-  return context;
 }
 
 std::shared_ptr<RankContext> join_processes(
@@ -67,7 +52,7 @@ std::shared_ptr<RankContext> join_processes(
   auto factory = std::make_shared<detail::StoreFactory>(
       std::move(met), backend, options.timeout,
       backend == "nccl" ? detail::make_nccl : detail::make_gloo);
-  return make_context(std::move(factory), world_size, local_rank);
+  return detail::make_context(std::move(factory), world_size, local_rank);
 }
 
 /// Inside run_ranks: the world is there; a program may still say what it wants.
@@ -102,7 +87,7 @@ void init_process_group(const InitOptions& options) {
     const auto launch = detail::read_launch_env(detail::process_env);
     const auto [rank, size] = local_place(options, {launch.rank, launch.world_size});
     detail::set_process_context(
-        make_context(std::make_shared<detail::FakeFactory>(rank), size, rank));
+        detail::make_context(std::make_shared<detail::FakeFactory>(rank), size, rank));
   } else {
     detail::set_process_context(join_processes(options, backend));
   }

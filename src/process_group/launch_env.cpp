@@ -142,11 +142,14 @@ LaunchEnv read_launch_env(const GetEnv& get) {
   auto launch = read_launcher(env);
   launch.master_addr = env.text("MASTER_ADDR", launch.master_addr);
   launch.master_port = env.number("MASTER_PORT", launch.master_port);
-  FSDP_CHECK_AS(
-      ConfigError, launch.world_size >= 1 && launch.rank >= 0 && launch.rank < launch.world_size,
-      launch.launcher, " says rank ", launch.rank, " of ", launch.world_size,
-      ": ranks count from 0 and end below the world size");
+  check_place(launch.launcher, launch.rank, launch.world_size);
   return launch;
+}
+
+void check_place(const std::string& who, int rank, int world_size) {
+  FSDP_CHECK_AS(
+      ConfigError, world_size >= 1 && rank >= 0 && rank < world_size, who, ": rank ", rank, " of ",
+      world_size, ": ranks count from 0 and end below the world size");
 }
 
 void require_master(LaunchEnv& launch) {

@@ -32,6 +32,10 @@ std::optional<std::string> process_env(const std::string& name);
 /// names the variable.
 LaunchEnv read_launch_env(const GetEnv& get);
 
+/// Throws ConfigError, beginning with `who`, unless `rank` is one of
+/// `world_size`.
+void check_place(const std::string& who, int rank, int world_size);
+
 /// Fills in where rank 0 serves the store; throws ConfigError that says what
 /// to set where nobody said.
 void require_master(LaunchEnv& launch);

@@ -12,6 +12,7 @@
 #include "process_group/agreement.h"
 #include "process_group/c10d_adapter.h"
 #include "process_group/group_state.h"
+#include "process_group/reduction.h"
 #include "runtime/stream.h"
 
 namespace fsdp {
@@ -56,11 +57,7 @@ std::function<void()> emulate_scaling(CollectiveCall& call, int size) {
   if (op.kind() == ReduceOp::Avg) {
     return [output = call.output, size] {
       at::NoGradGuard no_grad;
-      if (at::isIntegralType(output.scalar_type(), /*includeBool=*/false)) {
-        output.div_(size, "trunc");
-      } else {
-        output.div_(size);
-      }
+      divide_sum(output, size);
     };
   }
   if (call.kind == CollectiveKind::AllReduce) {

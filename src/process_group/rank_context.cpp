@@ -1,6 +1,7 @@
 #include "process_group/rank_context.h"
 
 #include <mutex>
+#include <numeric>
 #include <utility>
 
 namespace fsdp::detail {
@@ -12,6 +13,17 @@ std::shared_ptr<RankContext> of_process;
 thread_local std::shared_ptr<RankContext> of_thread;
 
 } // namespace
+
+std::shared_ptr<RankContext> make_context(
+    std::shared_ptr<BackendFactory> factory, int world_size, int local_rank) {
+  std::vector<int> ranks(world_size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  auto context = std::make_shared<RankContext>();
+  context->world = ProcessGroup(factory->group(ranks, ""));
+  context->factory = std::move(factory);
+  context->local_rank = local_rank;
+  return context;
+}
 
 std::shared_ptr<RankContext> current_context() {
   if (of_thread) {

@@ -17,6 +17,10 @@ struct RankContext {
   std::shared_ptr<void> place; // ends when the rank leaves; threads only
 };
 
+/// A context in a world of `world_size` ranks, connected by `factory`.
+std::shared_ptr<RankContext> make_context(
+    std::shared_ptr<BackendFactory> factory, int world_size, int local_rank);
+
 /// The calling rank's context: the thread's own, where ranks are threads, else
 /// the process's. Null when there is none.
 std::shared_ptr<RankContext> current_context();

@@ -54,12 +54,7 @@ void reduce_block(
     accumulate(sum, in_place ? inputs[i] : inputs[i].to(type), op);
   }
   if (op.kind() == ReduceOp::Avg) {
-    const auto count = static_cast<int64_t>(inputs.size());
-    if (at::isIntegralType(type, /*includeBool=*/false)) {
-      sum.div_(count, "trunc");
-    } else {
-      sum.div_(count);
-    }
+    divide_sum(sum, static_cast<int64_t>(inputs.size()));
   }
   if (!in_place) {
     output.copy_(sum);
@@ -67,6 +62,14 @@ void reduce_block(
 }
 
 } // namespace
+
+void divide_sum(const at::Tensor& sum, int64_t count) {
+  if (at::isIntegralType(sum.scalar_type(), /*includeBool=*/false)) {
+    sum.div_(count, "trunc");
+  } else {
+    sum.div_(count);
+  }
+}
 
 void reduce_in_order(
     const at::Tensor& output, const std::vector<at::Tensor>& inputs, const ReduceOp& op) {

@@ -15,4 +15,7 @@ namespace fsdp::detail {
 void reduce_in_order(
     const at::Tensor& output, const std::vector<at::Tensor>& inputs, const ReduceOp& op);
 
+/// The last step of an average: whole numbers are divided towards zero.
+void divide_sum(const at::Tensor& sum, int64_t count);
+
 } // namespace fsdp::detail

@@ -197,9 +197,7 @@ Rendezvous meet(const InitOptions& options, const std::string& backend, const La
   met.rank = options.rank >= 0 ? options.rank : launch.rank;
   met.world_size = options.world_size >= 0 ? options.world_size : launch.world_size;
   met.local_rank = launch.local_rank;
-  FSDP_CHECK_AS(
-      ConfigError, met.world_size >= 1 && met.rank >= 0 && met.rank < met.world_size, "rank ",
-      met.rank, " of ", met.world_size, ": ranks count from 0 and end below the world size");
+  check_place("backend " + backend, met.rank, met.world_size);
   if (met.world_size == 1) {
     return met;
   }

@@ -8,7 +8,6 @@
 #include <exception>
 #include <map>
 #include <mutex>
-#include <numeric>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -39,13 +38,9 @@ struct ThreadPlace {
 };
 
 void become_rank(const std::shared_ptr<ThreadWorld>& world, int rank, bool from_run_ranks) {
-  auto context = std::make_shared<RankContext>();
-  context->place = std::make_shared<ThreadPlace>(world, rank);
-  context->factory = std::make_shared<ThreadFactory>(world, rank);
-  std::vector<int> ranks(world->size());
-  std::iota(ranks.begin(), ranks.end(), 0);
-  context->world = ProcessGroup(context->factory->group(ranks, ""));
-  context->local_rank = rank;
+  auto place = std::make_shared<ThreadPlace>(world, rank);
+  auto context = make_context(std::make_shared<ThreadFactory>(world, rank), world->size(), rank);
+  context->place = std::move(place);
   context->from_run_ranks = from_run_ranks;
   // Backward runs in the rank's own thread: its hooks call collectives.
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);

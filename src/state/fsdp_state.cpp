@@ -42,9 +42,6 @@ void FSDPState::pre_forward() {
   in_forward_ = true;
   if (training_state_ != TrainingState::PreBackward) { // else: recomputed in backward
     training_state_ = TrainingState::Forward;
-    if (!context_->iter_forward_root) {
-      context_->iter_forward_root = this;
-    }
   }
   unshard();
 }
@@ -84,9 +81,6 @@ void FSDPState::post_forward(const std::vector<at::Tensor*>& outputs) {
       self->pre_backward();
     }
   });
-  if (context_->iter_forward_root == this) {
-    context_->iter_forward_root = nullptr;
-  }
 }
 
 void FSDPState::forward_failed() {
@@ -96,9 +90,6 @@ void FSDPState::forward_failed() {
   }
   training_state_ = TrainingState::Idle;
   reshard();
-  if (context_->iter_forward_root == this) {
-    context_->iter_forward_root = nullptr;
-  }
 }
 
 // A module that returns its own weight would hand out memory that is about to
@@ -187,7 +178,6 @@ void FSDPState::finish_backward(StateContext& context) {
   if (context.is_last_backward) {
     context.post_forward_order.clear();
   }
-  context.iter_forward_root = nullptr;
   context.final_callback_queued = false;
 }
 
@@ -224,7 +214,6 @@ void FSDPState::reset_all(StateContext& context) {
     }
   }
   context.post_forward_order.clear();
-  context.iter_forward_root = nullptr;
   context.final_callback_queued = false;
 }
 

@@ -21,7 +21,6 @@ enum class TrainingState : std::uint8_t { Idle, Forward, PreBackward, PostBackwa
 /// What the states under one root share.
 struct StateContext {
   std::vector<std::weak_ptr<FSDPState>> states; // in module order, the root first
-  FSDPState* iter_forward_root = nullptr;       // the outermost module of this forward
   bool final_callback_queued = false;
   bool is_last_backward = true;
   std::vector<std::weak_ptr<FSDPState>> post_forward_order; // with multiplicity
