@@ -3,7 +3,7 @@
   check      one step of both models: what they are, what they computed and communicated, as JSON
   plain N    N steps of the plain model: median seconds of the step, of forward and backward, of the rest
   fsdp N     the same with fully_shard
-  fake M N   torch's fake group alone: median seconds of a step's collectives for M elements, N times
+  fake M N   torch's fake group alone: median seconds of the collectives of a group and step, shards of M, N times
 """
 
 import argparse
@@ -90,7 +90,7 @@ class Transformer(nn.Module):
 @torch.no_grad()
 def fill_parameters(model):
     for parameter in model.parameters():
-        parameter.copy_(torch.arange(parameter.numel(), dtype=torch.float).sin().mul(0.1).view_as(parameter))
+        parameter.copy_(torch.arange(parameter.numel(), dtype=torch.float).cos().mul(0.1).view_as(parameter))
 
 
 def clock(options):
@@ -166,9 +166,8 @@ class Side:
         }
 
 
-def time_fake_group(now, numel, repeats):
+def time_fake_group(now, shard_numel, repeats):
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    shard_numel = -(-numel // backend.size())
     large = torch.zeros(shard_numel * backend.size())
     small = torch.zeros(shard_numel)
     times = []

@@ -222,10 +222,14 @@ class Model {
   const std::map<std::string, std::vector<int64_t>>& shapes() const {
     return shapes_;
   }
-  int64_t block_numel() const {
+  /// Elements of one rank's shard of a block, padding included.
+  int64_t block_shard_numel(int64_t world_size) const {
     int64_t numel = 0;
     for (const auto& [name, sizes] : shapes_) {
-      numel += name.starts_with("block0.") ? c10::multiply_integers(sizes) : 0;
+      if (name.starts_with("block0.")) {
+        const auto rows = (sizes[0] + world_size - 1) / world_size;
+        numel += rows * c10::multiply_integers(sizes) / sizes[0];
+      }
     }
     return numel;
   }
@@ -313,8 +317,8 @@ class Python {
   json check() {
     return json::parse(ask("check"));
   }
-  double time_fake_group(int64_t numel, int repeats) {
-    return std::stod(ask(c10::str("fake ", numel, " ", repeats)));
+  double time_fake_group(int64_t shard_numel, int repeats) {
+    return std::stod(ask(c10::str("fake ", shard_numel, " ", repeats)));
   }
   Times time(const char* model, int steps) {
     std::istringstream answer(ask(c10::str(model, " ", steps)));
@@ -407,9 +411,8 @@ std::vector<std::string> check_all(Model& plain, Model& sharded, Python* python)
 
 /// Seconds that our fake group takes for a block's collectives in one step, below all
 /// that is ours to make fast. overhead.py has the same for torch's.
-double time_fake_group(int64_t numel, int repeats, clockid_t clock) {
+double time_fake_group(int64_t shard_numel, int repeats, clockid_t clock) {
   auto& backend = *fsdp::default_group().backend();
-  const auto shard_numel = (numel + backend.getSize() - 1) / backend.getSize();
   auto large = torch::zeros({shard_numel * backend.getSize()});
   auto small = torch::zeros({shard_numel});
   std::vector<double> times;
@@ -693,8 +696,9 @@ int run(int argc, char** argv) {
     return python ? 0 : 1;
   }
   auto rounds = measure(options, plain, sharded, python.get());
-  const auto ours_fake = time_fake_group(sharded.block_numel(), kFakeRepeats, options.clock_id());
-  const auto torch_fake = python ? python->time_fake_group(sharded.block_numel(), kFakeRepeats) : 0;
+  const auto shard_numel = sharded.block_shard_numel(options.world_size);
+  const auto ours_fake = time_fake_group(shard_numel, kFakeRepeats, options.clock_id());
+  const auto torch_fake = python ? python->time_fake_group(shard_numel, kFakeRepeats) : 0;
   const Report report(options, std::move(rounds), groups, ours_fake, torch_fake);
   if (as_json) {
     auto out = report.to_json();

@@ -109,7 +109,7 @@ inline void fill_parameters(torch::nn::Module& model) {
   torch::NoGradGuard no_grad;
   for (auto& parameter : model.parameters()) {
     parameter.copy_(
-        torch::arange(parameter.numel(), torch::kFloat).sin().mul(0.1).view_as(parameter));
+        torch::arange(parameter.numel(), torch::kFloat).cos().mul(0.1).view_as(parameter));
   }
 }
 
