@@ -172,6 +172,26 @@ using Param = typename Signature<Impl>::template P<I>;
 
 struct FsdpNothing {};
 
+// Not in the class, where it would be compiled once more for every module.
+inline void print_renamed(
+    std::ostream& stream,
+    const torch::nn::Module& module,
+    void (*print)(const torch::nn::Module&, std::ostream&),
+    std::string new_name) {
+  std::ostringstream out;
+  print(module, out);
+  auto text = out.str();
+  auto name = c10::demangle(typeid(module).name());
+  if (text.find(name) == std::string::npos && new_name.ends_with("Impl")) {
+    name.resize(name.size() - 4); // RNNs print it without its last 4 letters
+    new_name.resize(new_name.size() - 4);
+  }
+  if (const auto at = text.find(name); at != std::string::npos) {
+    text.replace(at, name.size(), new_name);
+  }
+  stream << text;
+}
+
 // A name added here hides a user's member of that name behind `->`: only
 // forward, the overrides of torch's virtuals, and Fsdp* or fsdp_* names.
 template <class FsdpImpl>
@@ -222,14 +242,12 @@ class FsdpBase
   }
   // With FsdpImpl's name, not fsdp::Hooked<FsdpImpl>.
   void pretty_print(std::ostream& stream) const override {
-    std::ostringstream out;
-    FsdpImpl::pretty_print(out);
-    auto text = out.str();
-    const auto mine = this->name();
-    if (const auto at = text.find(mine); at != std::string::npos) {
-      text.replace(at, mine.size(), fsdp_type_name());
-    }
-    stream << text;
+    print_renamed(
+        stream, *this,
+        [](const torch::nn::Module& self, std::ostream& out) {
+          static_cast<const FsdpImpl&>(self).FsdpImpl::pretty_print(out);
+        },
+        fsdp_type_name());
   }
 
  protected:
