@@ -36,6 +36,7 @@ PUBLIC = {
     "fully_shard.h": "module",
     "hooked.h": "module",
     "launch.h": "process_group",
+    "nn.h": "module",
     "placement.h": "tensor",
     "process_group.h": "process_group",
     "reduce_op.h": "process_group",
