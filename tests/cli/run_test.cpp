@@ -12,6 +12,7 @@
 #include <thread>
 #include <utility>
 
+#include "cli/tool.h"
 #include "support/processes.h"
 #include "support/tensors.h"
 #include "support/two_hosts.h"
@@ -19,26 +20,7 @@
 namespace fsdp::test {
 namespace {
 
-const std::string kTool = FSDP_BIN_DIR "/fsdp";
 const std::string kProgram = FSDP_BIN_DIR "/rank_program";
-
-/// The launcher's own children must not inherit what a test harness sets.
-const Environment kClean{
-    {"RANK", ""},
-    {"WORLD_SIZE", ""},
-    {"MASTER_ADDR", ""},
-    {"MASTER_PORT", ""},
-    {"OMP_NUM_THREADS", ""}};
-
-Ended run(std::vector<std::string> words) {
-  words.insert(words.begin(), kTool);
-  return run_commands({{words, kClean}})[0];
-}
-
-/// The same through a shell: for pipes, and for signals to the launcher.
-Ended run_script(const std::string& script) {
-  return run_commands({{{"bash", "-c", script}, kClean}})[0];
-}
 
 /// A script that starts the launcher, and after a second each sends it `signals`.
 Ended run_and_send(const std::string& arguments, const std::vector<std::string>& signals) {
@@ -58,14 +40,6 @@ class Stopwatch {
  private:
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
-
-int count(const std::string& text, const std::string& part) {
-  int found = 0;
-  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) {
-    ++found;
-  }
-  return found;
-}
 
 TEST(Run, StartsEveryRankAndMarksItsOutput) {
   const auto ended = run({"run", "-n", "3", "--", kProgram, "echo", "--flag", "two words"});
@@ -338,12 +312,6 @@ TEST(Run, TwoNodes) {
       EXPECT_TRUE(contains(ended.output, std::string("rank ") + rank + " failed first"));
     }
   }
-}
-
-TEST(Train, SaysThatItDoesNotExistYet) {
-  const auto ended = run({"train", "--steps", "3"});
-  EXPECT_EQ(ended.exit_code, 1);
-  EXPECT_TRUE(contains(ended.output, "train does not exist yet"));
 }
 
 } // namespace

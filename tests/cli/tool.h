@@ -1,0 +1,39 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "support/processes.h"
+
+namespace fsdp::test {
+
+/// The built command line tool.
+inline const std::string kTool = FSDP_BIN_DIR "/fsdp";
+
+/// The tool must not inherit what a test harness sets.
+inline const Environment kClean{
+    {"RANK", ""},
+    {"WORLD_SIZE", ""},
+    {"MASTER_ADDR", ""},
+    {"MASTER_PORT", ""},
+    {"OMP_NUM_THREADS", ""}};
+
+inline Ended run(std::vector<std::string> words) {
+  words.insert(words.begin(), kTool);
+  return run_commands({{words, kClean}})[0];
+}
+
+/// The same through a shell: for pipes, terminals, and signals to the tool.
+inline Ended run_script(const std::string& script) {
+  return run_commands({{{"bash", "-c", script}, kClean}})[0];
+}
+
+inline int count(const std::string& text, const std::string& part) {
+  int found = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) {
+    ++found;
+  }
+  return found;
+}
+
+} // namespace fsdp::test

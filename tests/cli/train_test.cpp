@@ -1,0 +1,207 @@
+// `fsdp train`, from outside.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+
+#include "cli/tool.h"
+#include "support/tensors.h"
+
+namespace fsdp::test {
+namespace {
+
+/// A text that a tiny model learns in a few steps.
+std::string text_file() {
+  const auto path = temporary_folder() + "/text.cpp";
+  std::ofstream file(path);
+  for (int i = 0; i < 2000; ++i) {
+    file << "for (int i = 0; i < " << i << "; ++i) total += row[i];\n";
+  }
+  return path;
+}
+
+std::vector<std::string> tiny(const std::string& data, std::vector<std::string> more = {}) {
+  std::vector<std::string> words{"train",    "--data",    data,   "--dim",   "32",
+                                 "--layers", "2",         "--lr", "1e-2",    "--batch",
+                                 "8",        "--context", "32",   "--steps", "30"};
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+std::string joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const auto& word : words) {
+    text += " " + word;
+  }
+  return text;
+}
+
+/// The losses of the steps that were printed.
+std::vector<double> losses_in(const std::string& output) {
+  std::vector<double> losses;
+  std::istringstream lines(output);
+  for (std::string line; std::getline(lines, line);) {
+    const auto at = line.find("  loss ");
+    if (line.find("step ") != std::string::npos && at != std::string::npos) {
+      losses.push_back(std::strtod(line.c_str() + at + 7, nullptr));
+    }
+  }
+  return losses;
+}
+
+/// From "loss " on: without seconds.
+std::string result_in(const std::string& output) {
+  const auto start = output.find("result");
+  return output.substr(start, output.find("),", output.find("validation")) - start);
+}
+
+TEST(Train, LearnsOverFourRanks) {
+  const auto ended = run(tiny(text_file()));
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  const auto losses = losses_in(ended.output);
+  ASSERT_EQ(losses.size(), 30u) << ended.output;
+  EXPECT_GT(losses.front(), 5);
+  EXPECT_LT(losses.back(), 2.5);
+  for (const auto* part :
+       {"model     ", "ranks     4 over threads; 3 groups, ", "text      ",
+        "run       30 steps of 8 x 32 = 256 tokens", " tokens/s  ", " left\n", "result    loss 5.",
+        "validation loss ",
+        "byte frequencies alone: ", "sample    what the model makes of \"for (int i"}) {
+    EXPECT_TRUE(contains(ended.output, part));
+  }
+  EXPECT_EQ(count(ended.output, "\x1b"), 0); // not a terminal
+}
+
+TEST(Train, TakesLibTorchsHeadersByDefault) {
+  const auto ended = run(
+      {"train", "--steps", "2", "--dim", "16", "--layers", "1", "--batch", "4", "--context", "8"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(contains(ended.output, "text      LibTorch's C++ headers: "));
+}
+
+TEST(Train, SameSeedSameLosses) {
+  const auto data = text_file();
+  const auto first = run(tiny(data));
+  const auto second = run(tiny(data));
+  EXPECT_EQ(losses_in(first.output), losses_in(second.output));
+  EXPECT_EQ(result_in(first.output), result_in(second.output));
+  const auto other = run(tiny(data, {"--seed", "2"}));
+  EXPECT_NE(losses_in(first.output), losses_in(other.output));
+}
+
+/// Printed losses have four digits, so 1e-4 may show as two.
+void expect_equal_losses(const std::string& output, const std::string& other) {
+  const auto losses = losses_in(output);
+  const auto others = losses_in(other);
+  ASSERT_FALSE(losses.empty()) << output;
+  ASSERT_EQ(losses.size(), others.size()) << other;
+  for (size_t i = 0; i < losses.size(); ++i) {
+    EXPECT_NEAR(losses[i], others[i], 2e-4) << "step " << i + 1;
+  }
+}
+
+TEST(Train, OneRankAndFourGiveTheSameLosses) {
+  const auto data = text_file();
+  const auto with_ranks = [&](const std::string& ranks) {
+    // One rank has two threads, which on a busy machine spin for each other.
+    return run_script("OMP_WAIT_POLICY=passive " + kTool + joined(tiny(data, {"--ranks", ranks})))
+        .output;
+  };
+  expect_equal_losses(with_ranks("1"), with_ranks("4"));
+}
+
+TEST(Train, UnderALauncherItIsOneRankAndPrintsOnce) {
+  const auto data = text_file();
+  auto words = tiny(data);
+  words.insert(words.begin(), {"run", "-n", "2", "--", kTool});
+  const auto processes = run(words);
+  EXPECT_EQ(processes.exit_code, 0) << processes.output;
+  EXPECT_EQ(count(processes.output, "result "), 1) << processes.output;
+  EXPECT_EQ(count(processes.output, "[rank 1]"), 0) << processes.output;
+  EXPECT_TRUE(contains(processes.output, "[rank 0] ranks     2 over gloo; "));
+  expect_equal_losses(processes.output, run(tiny(data, {"--ranks", "2"})).output);
+}
+
+TEST(Train, UnderALauncherBadOptionsAreRefusedByItsNumberOfRanks) {
+  const auto data = text_file();
+  const auto refused = [&](const std::vector<std::string>& more, const std::string& part) {
+    auto words = tiny(data, more);
+    words.insert(words.begin(), {"run", "-n", "2", "--", kTool});
+    const auto ended = run(words);
+    EXPECT_EQ(ended.exit_code, 2);
+    EXPECT_TRUE(contains(ended.output, part));
+  };
+  refused({"--ranks", "4"}, "--ranks 4: the launcher started 2; leave --ranks out");
+  refused({"--batch", "7"}, "--batch 7 rows cannot be shared evenly by 2 ranks");
+}
+
+TEST(Train, QuietPrintsTheResultOnly) {
+  const auto ended = run(tiny(text_file(), {"--quiet"}));
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_EQ(ended.output.find("result    loss 5."), 0u) << ended.output;
+  EXPECT_EQ(count(ended.output, "\n"), 1) << ended.output;
+}
+
+TEST(Train, OnATerminalTheProgressIsOneLine) {
+  const auto data = text_file();
+  const auto on_terminal = [&](const std::string& variables) {
+    return run_script(
+        variables + " script -qec '" + kTool + joined(tiny(data)) + "' /dev/null < /dev/null");
+  };
+  if (run_script("script --version").exit_code != 0) {
+    GTEST_SKIP() << "script (util-linux) is not here to give us a terminal";
+  }
+  const auto colored = on_terminal("TERM=xterm");
+  EXPECT_EQ(colored.exit_code, 0);
+  EXPECT_EQ(count(colored.output, "\r\x1b[Kstep "), 30) << colored.output;
+  EXPECT_TRUE(contains(colored.output, "step 30/30  ####################  loss "));
+  EXPECT_TRUE(contains(colored.output, "\x1b[1mresult    \x1b[0mloss 5."));
+  const auto plain = on_terminal("TERM=xterm NO_COLOR=1");
+  EXPECT_EQ(count(plain.output, "\r\x1b[Kstep "), 30) << plain.output;
+  EXPECT_EQ(count(plain.output, "\x1b[1m"), 0) << plain.output;
+  EXPECT_EQ(count(on_terminal("TERM=dumb").output, "\x1b"), 0);
+}
+
+TEST(Train, RefusesWhatMakesNoSense) {
+  const auto data = text_file();
+  const auto refused = [&](const std::vector<std::string>& more, const std::string& part) {
+    const auto ended = run(tiny(data, more));
+    EXPECT_EQ(ended.exit_code, 2) << ended.output;
+    EXPECT_TRUE(contains(ended.output, part));
+    EXPECT_EQ(count(ended.output, "\n"), 1) << ended.output;
+  };
+  refused({"--steps", "0"}, "--steps 0: it must be 1 or more");
+  refused({"--ranks", "0"}, "--ranks 0: it must be 1 or more");
+  refused({"--seed", "-1"}, "--seed -1: it must be 0 or more");
+  refused({"--batch", "0"}, "--batch 0: it must be 1 or more");
+  refused({"--batch", "6"}, "--batch 6 rows cannot be shared evenly by 4 ranks; ");
+  refused({"--batch", "6"}, "take for example --batch 8");
+  refused({"--context", "0"}, "--context 0: it must be 1 or more");
+  refused({"--context", "100000"}, "too little text for it");
+  refused({"--layers", "-1"}, "--layers -1: it must be 1 or more");
+  refused({"--heads", "0"}, "--heads 0: it must be 1 or more");
+  refused({"--dim", "30"}, "--dim 30 does not make 4 heads of an even size; take for example ");
+  refused({"--lr", "0"}, "--lr 0: it must be above 0");
+  refused({"--lr", "nan"}, "--lr nan: it must be above 0");
+}
+
+TEST(Train, RefusesWordsThatItCannotRead) {
+  const auto refused = [&](const std::vector<std::string>& words, const std::string& part) {
+    const auto ended = run(words);
+    EXPECT_GE(ended.exit_code, 100) << ended.output; // CLI11's own codes
+    EXPECT_TRUE(contains(ended.output, part));
+  };
+  refused({"train", "--steps", "many"}, "--steps = many");
+  refused({"train", "--reshard-after-forward", "maybe"}, "--reshard-after-forward: maybe not in");
+  refused({"train", "--stepz", "3"}, "--stepz");
+}
+
+TEST(Train, RefusesDataThatIsNotThere) {
+  const auto ended = run({"train", "--data", "/no/such/text"});
+  EXPECT_EQ(ended.exit_code, 2);
+  EXPECT_TRUE(contains(ended.output, "--data: there is no file or folder /no/such/text\n"));
+}
+
+} // namespace
+} // namespace fsdp::test

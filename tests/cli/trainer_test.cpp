@@ -1,0 +1,307 @@
+// What `fsdp train` is made of: text, model, loop.
+#include "cli/trainer.h"
+
+#include <sys/stat.h>
+
+#include <fsdp/distributed.h>
+#include <fsdp/error.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <fstream>
+#include <mutex>
+
+#include "cli/progress.h"
+#include "support/processes.h"
+#include "support/tensors.h"
+
+namespace fsdp::cli {
+namespace {
+
+using test::contains;
+using test::message_of;
+
+std::string sample_text(int lines = 400) {
+  std::string text;
+  for (int i = 0; i < lines; ++i) {
+    text += "for (int i = 0; i < " + std::to_string(i) + "; ++i) total += row[i];\n";
+  }
+  return text;
+}
+
+TrainConfig tiny_config() {
+  TrainConfig config;
+  config.model = {.dim = 16, .layers = 2, .heads = 4, .kv_heads = 2, .hidden = 32};
+  config.context = 16;
+  config.batch = 8;
+  config.steps = 12;
+  config.lr = 1e-2;
+  return config;
+}
+
+// ------------------------------------------------------------ Text
+
+TEST(Corpus, EveryNumberOfRanksSeesTheSameBatches) {
+  const Corpus corpus(sample_text());
+  const auto whole = corpus.train_rows(7, 3, 0, 8, 16);
+  EXPECT_EQ(whole.sizes(), (std::vector<int64_t>{8, 17}));
+  for (const int64_t ranks : {2, 4, 8}) {
+    std::vector<torch::Tensor> parts;
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      parts.push_back(corpus.train_rows(7, 3, rank * 8 / ranks, 8 / ranks, 16));
+    }
+    EXPECT_SAME(torch::cat(parts), whole);
+  }
+  EXPECT_FALSE(corpus.train_rows(7, 4, 0, 8, 16).equal(whole));
+  EXPECT_FALSE(corpus.train_rows(8, 3, 0, 8, 16).equal(whole));
+}
+
+TEST(Corpus, HoldsOutATwentiethFromAllOverTheText) {
+  std::string text;
+  for (int i = 0; i < 40; ++i) { // of the longest block's size each
+    text += std::string(64 << 10, static_cast<char>('A' + i));
+  }
+  const Corpus corpus(text);
+  EXPECT_EQ(corpus.train_bytes(), 38 * (64 << 10));
+  EXPECT_EQ(corpus.held_out_bytes(), 2 * (64 << 10));
+  const auto rows = corpus.held_out_rows(0, 4, 4, 8);
+  EXPECT_TRUE(rows.slice(0, 0, 2).eq('A' + 19).all().item<bool>());
+  EXPECT_TRUE(rows.slice(0, 2, 4).eq('A' + 39).all().item<bool>());
+}
+
+TEST(Corpus, KnowsTheLossOfByteFrequencies) {
+  std::string text;
+  for (int i = 0; i < 40000; ++i) {
+    text += i % 2 == 0 ? "a" : "b";
+  }
+  EXPECT_NEAR(Corpus(text).byte_frequency_loss(), std::log(2), 0.01);
+}
+
+TEST(Corpus, ReadsTheTextBelowAFolderInTheOrderOfTheNames) {
+  const auto folder = test::temporary_folder();
+  mkdir((folder + "/b").c_str(), 0700);
+  mkdir((folder + "/.hidden").c_str(), 0700);
+  std::ofstream(folder + "/c.txt") << std::string(100, 'c');
+  std::ofstream(folder + "/a.txt") << std::string(100, 'a');
+  std::ofstream(folder + "/b/inner") << std::string(100, 'b');
+  std::ofstream(folder + "/.hidden/x") << "hidden";
+  std::ofstream(folder + "/picture") << std::string("\0\1\2", 3);
+  const auto corpus = Corpus::read(folder);
+  EXPECT_EQ(corpus.num_files(), 3);
+  EXPECT_EQ(corpus.train_bytes(), 285);
+  const auto held_out = corpus.held_out_rows(0, 1, 1, 14); // the last block of 15
+  EXPECT_TRUE(held_out.eq('c').all().item<bool>());
+}
+
+TEST(Corpus, RefusesWhatHasNoText) {
+  const auto folder = test::temporary_folder();
+  const auto refusal = [](const std::string& path) {
+    return message_of<ConfigError>([&] { Corpus::read(path); });
+  };
+  EXPECT_TRUE(contains(refusal(folder), "--data: there is no text in "));
+  EXPECT_TRUE(contains(refusal(folder + "/none"), "--data: there is no file or folder "));
+  EXPECT_TRUE(contains(refusal("/dev/null"), "neither a file nor a folder"));
+  EXPECT_TRUE(contains(
+      message_of<ConfigError>([] { Corpus("too short").check_context(16); }),
+      "give more with --data, or a --context below"));
+}
+
+TEST(Corpus, FindsLibTorchsHeaders) {
+  const auto corpus = Corpus::libtorch_headers();
+  EXPECT_GT(corpus.num_files(), 1000);
+  EXPECT_GT(corpus.train_bytes(), 10'000'000);
+}
+
+TEST(Corpus, PromptIsPartOfALineOfTheHeldOutText) {
+  EXPECT_TRUE(contains(Corpus(sample_text()).prompt(), "for (int i = 0;"));
+  EXPECT_EQ(Corpus(std::string(2000, 'x')).prompt(), std::string(16, 'x'));
+}
+
+// ------------------------------------------------------------ Model
+
+Transformer make_model(const ModelDims& dims) {
+  Transformer model(dims);
+  init_weights(model, 5);
+  return model;
+}
+
+TEST(Transformer, TheSeedAloneDecidesTheWeights) {
+  const auto dims = tiny_config().model;
+  const auto one = make_model(dims)->named_parameters();
+  torch::rand(3); // torch's own generator has no part in it
+  for (const auto& item : make_model(dims)->named_parameters()) {
+    EXPECT_SAME(item.value(), one[item.key()]);
+  }
+}
+
+TEST(Transformer, WeightsHaveTheirSizes) {
+  ModelDims dims{.dim = 128, .layers = 8, .heads = 4, .kv_heads = 2, .hidden = 352, .tied = false};
+  const auto params = make_model(dims)->named_parameters();
+  const auto std_of = [&](const std::string& name) { return params[name].std().item<double>(); };
+  EXPECT_NEAR(std_of("embed_tokens.weight"), 0.02, 0.001);
+  EXPECT_NEAR(std_of("lm_head.weight"), 0.02, 0.001);
+  EXPECT_NEAR(std_of("layers.0.self_attn.q_proj.weight"), 0.02, 0.001);
+  EXPECT_NEAR(std_of("layers.7.self_attn.o_proj.weight"), 0.005, 0.0003);
+  EXPECT_NEAR(std_of("layers.7.mlp.down_proj.weight"), 0.005, 0.0003);
+  EXPECT_TRUE(params["norm.weight"].eq(1).all().item<bool>());
+  EXPECT_EQ(params["layers.0.self_attn.k_proj.weight"].size(0), 64);
+  dims.tied = true;
+  EXPECT_EQ(make_model(dims)->named_parameters().find("lm_head.weight"), nullptr);
+}
+
+TEST(Transformer, LooksAtThePastAlone) {
+  const torch::NoGradGuard no_grad;
+  auto model = make_model(tiny_config().model);
+  const auto tokens = torch::arange(1, 11).unsqueeze(0);
+  auto changed = tokens.clone();
+  changed[0][6] = 99;
+  const auto before = model(tokens);
+  const auto after = model(changed);
+  EXPECT_EQ(before.sizes(), (std::vector<int64_t>{1, 10, 256}));
+  EXPECT_CLOSE(after.slice(1, 0, 6), before.slice(1, 0, 6));
+  EXPECT_FALSE(torch::allclose(after.slice(1, 6, 7), before.slice(1, 6, 7)));
+  EXPECT_FALSE(torch::allclose(after.slice(1, 9, 10), before.slice(1, 9, 10)));
+}
+
+TEST(Transformer, KnowsTheOrderOfTheTokens) {
+  const torch::NoGradGuard no_grad;
+  auto model = make_model({.dim = 16, .layers = 1, .heads = 2, .kv_heads = 2, .hidden = 32});
+  const auto last = [&](std::vector<int64_t> tokens) {
+    return model(torch::tensor(tokens).unsqueeze(0)).select(1, -1);
+  };
+  EXPECT_FALSE(torch::allclose(last({3, 4, 5}), last({4, 3, 5}), 1e-7, 1e-9));
+}
+
+TEST(Attention, SharedKeysAndValuesAreRepeatedOnes) {
+  const torch::NoGradGuard no_grad;
+  ModelDims dims{.dim = 16, .heads = 4, .kv_heads = 2};
+  Attention shared(dims);
+  dims.kv_heads = 4;
+  Attention repeated(dims);
+  const auto repeat = [](const torch::Tensor& weight) { // rows of each head, twice
+    return weight.view({2, 1, 4, 16}).expand({2, 2, 4, 16}).reshape({16, 16});
+  };
+  repeated->q_proj->weight.copy_(shared->q_proj->weight);
+  repeated->k_proj->weight.copy_(repeat(shared->k_proj->weight));
+  repeated->v_proj->weight.copy_(repeat(shared->v_proj->weight));
+  repeated->o_proj->weight.copy_(shared->o_proj->weight);
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(1);
+  const auto x = torch::randn({2, 5, 16}, generator);
+  const auto rotary = torch::randn({2, 5, 2}, generator);
+  EXPECT_CLOSE(shared(x, rotary), repeated(x, rotary));
+}
+
+// ------------------------------------------------------------ Loop
+
+/// The losses of a run's steps, and its validation loss.
+std::vector<double> losses(const TrainConfig& config, int ranks) {
+  const Corpus corpus(sample_text());
+  std::vector<double> result;
+  run_ranks(ranks, [&](int rank) {
+    Trainer trainer(config, corpus);
+    std::vector<double> mine;
+    for (int64_t step = 0; step < config.steps; ++step) {
+      mine.push_back(trainer.step(step));
+    }
+    mine.push_back(trainer.validation_loss());
+    if (rank == 0) {
+      result = mine;
+    }
+  });
+  return result;
+}
+
+TEST(Trainer, SameSeedGivesTheSameBits) {
+  const auto config = tiny_config();
+  auto other = config;
+  other.seed = 2;
+  for (const int ranks : {1, 4}) {
+    const auto first = losses(config, ranks);
+    EXPECT_LT(first.back(), first.front() - 1);
+    EXPECT_EQ(losses(config, ranks), first);
+    EXPECT_NE(losses(other, ranks), first);
+  }
+}
+
+TEST(Trainer, AnyNumberOfRanksGivesTheSameLosses) {
+  auto config = tiny_config();
+  for (const bool tied : {true, false}) {
+    config.model.tied = tied;
+    const auto alone = losses(config, 1);
+    for (const int ranks : {2, 4, 8}) {
+      const auto together = losses(config, ranks);
+      for (size_t i = 0; i < alone.size(); ++i) {
+        EXPECT_NEAR(together[i], alone[i], 1e-4) << ranks << " ranks, step " << i + 1;
+      }
+    }
+  }
+}
+
+TEST(Trainer, ReshardingAfterForwardChangesNoBit) {
+  auto config = tiny_config();
+  const auto automatic = losses(config, 2);
+  for (const bool reshard : {true, false}) {
+    config.reshard_after_forward = reshard;
+    EXPECT_EQ(losses(config, 2), automatic);
+  }
+}
+
+TEST(Trainer, GeneratesTextThatTheSeedDecides) {
+  const auto config = tiny_config();
+  const Corpus corpus(sample_text());
+  std::vector<std::string> texts;
+  run_ranks(2, [&](int rank) {
+    Trainer trainer(config, corpus);
+    for (int i = 0; i < 2; ++i) {
+      const auto text = trainer.generate("for (", 30); // longer than the context
+      if (rank == 0) {
+        texts.push_back(text);
+      }
+    }
+  });
+  EXPECT_EQ(texts[0].size(), 35u);
+  EXPECT_EQ(texts[0].substr(0, 5), "for (");
+  EXPECT_EQ(texts[0], texts[1]);
+}
+
+TEST(Trainer, EveryRankStopsWhenTheLossIsNotFinite) {
+  auto config = tiny_config();
+  config.lr = 1e30;
+  const Corpus corpus(sample_text());
+  std::mutex mutex;
+  int stopped = 0;
+  run_ranks(2, [&](int) {
+    Trainer trainer(config, corpus);
+    const auto message = message_of<c10::Error>([&] {
+      for (int64_t step = 0; step < config.steps; ++step) {
+        trainer.step(step);
+      }
+    });
+    std::lock_guard lock(mutex);
+    stopped += contains(message, "try a smaller --lr") ? 1 : 0;
+  });
+  EXPECT_EQ(stopped, 2);
+}
+
+TEST(LearningRate, RisesThenFallsToATenth) {
+  TrainConfig config;
+  config.steps = 100;
+  config.lr = 1;
+  EXPECT_DOUBLE_EQ(learning_rate(config, 0), 0.1);
+  EXPECT_DOUBLE_EQ(learning_rate(config, 9), 1);
+  EXPECT_DOUBLE_EQ(learning_rate(config, 10), 1);
+  EXPECT_NEAR(learning_rate(config, 55), 0.55, 1e-9);
+  EXPECT_NEAR(learning_rate(config, 99), 0.1, 1e-3);
+  config.steps = 1;
+  EXPECT_DOUBLE_EQ(learning_rate(config, 0), 1);
+}
+
+TEST(Progress, NumbersAndTextForPeople) {
+  EXPECT_EQ(binary_size(1000), "1000 B");
+  EXPECT_EQ(binary_size(1536 * 1024), "1.50 MiB");
+  EXPECT_EQ(decimal_count(38'768'161, "B"), "38.8 MB");
+  EXPECT_EQ(printable("a\tb\n\x1b[1m\xff"), "a\tb\n?[1m?");
+}
+
+} // namespace
+} // namespace fsdp::cli
