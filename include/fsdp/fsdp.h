@@ -10,6 +10,7 @@
 #include <fsdp/hooked.h>
 #include <fsdp/launch.h>
 #include <fsdp/nn.h>
+#include <fsdp/optim.h>
 #include <fsdp/placement.h>
 #include <fsdp/process_group.h>
 #include <fsdp/reduce_op.h>

@@ -21,6 +21,7 @@ MAY_INCLUDE = {
     "param": {"base", "runtime", "process_group", "mesh", "tensor", "collective"},
     "group": {"base", "runtime", "process_group", "mesh", "tensor", "collective", "param"},
 }
+MAY_INCLUDE["optim"] = {"base", "runtime"}  # knows only tensors
 MAY_INCLUDE["state"] = MAY_INCLUDE["group"] | {"group"}
 MAY_INCLUDE["module"] = MAY_INCLUDE["state"] | {"state"}
 
@@ -37,6 +38,7 @@ PUBLIC = {
     "hooked.h": "module",
     "launch.h": "process_group",
     "nn.h": "module",
+    "optim.h": "optim",
     "placement.h": "tensor",
     "process_group.h": "process_group",
     "reduce_op.h": "process_group",

@@ -1,0 +1,84 @@
+#include "optim/kernel_lists.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_like.h>
+
+// Comes with torch, unless that was built without OpenMP.
+extern "C" __attribute__((weak)) void omp_set_num_threads(int);
+
+namespace fsdp::detail {
+namespace {
+
+constexpr int64_t kGrainSize = 32768; // from where torch's own operators use threads
+
+/// While it lives, what this thread calls uses no other threads.
+class OneThread {
+ public:
+  OneThread() : num_threads_(at::get_num_threads()) {
+    set_num_threads(1);
+  }
+  ~OneThread() {
+    set_num_threads(num_threads_);
+  }
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+
+ private:
+  // Not at::set_num_threads, which changes other threads too.
+  static void set_num_threads(int num_threads) {
+    if (omp_set_num_threads != nullptr) {
+      omp_set_num_threads(num_threads);
+    }
+  }
+  int num_threads_;
+};
+
+at::Tensor with_strides_of(const at::Tensor& like, const at::Tensor& tensor) {
+  return tensor.strides() == like.strides() && !tensor.is_neg()
+             ? tensor
+             : at::empty_like(like).copy_(tensor);
+}
+
+} // namespace
+
+void KernelLists::add(
+    const at::Tensor& param, const at::Tensor& grad, std::initializer_list<at::Tensor*> state) {
+  params_.push_back(param);
+  if (param.numel() == 0) {
+    return;
+  }
+  auto dense = param;
+  if (!param.is_non_overlapping_and_dense()) {
+    dense = at::empty_like(param).copy_(param);
+    copies_.emplace_back(param, dense);
+  }
+  auto& lists = param.is_cpu() && param.numel() < kGrainSize ? small_ : lists_;
+  lists.resize(2 + state.size());
+  lists[0].push_back(dense);
+  lists[1].push_back(with_strides_of(dense, grad));
+  auto list = lists.begin() + 2;
+  for (auto* tensor : state) {
+    *tensor = with_strides_of(dense, *tensor);
+    (list++)->push_back(*tensor);
+  }
+}
+
+void KernelLists::run(const Kernel& kernel) {
+  at::AutoDispatchBelowADInplaceOrView below; // autograd has nothing to do here, for each tensor
+  if (!lists_.empty()) {
+    kernel(lists_);
+  }
+  if (!small_.empty()) {
+    OneThread one;
+    kernel(small_);
+  }
+  for (const auto& [param, updated] : copies_) {
+    param.copy_(updated);
+  }
+  for (const auto& param : params_) {
+    param.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+} // namespace fsdp::detail
