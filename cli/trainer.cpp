@@ -27,7 +27,7 @@ Transformer make_model(const TrainConfig& config) {
   return model;
 }
 
-void shard(Transformer& model, std::optional<bool> reshard_after_forward) {
+void shard(Transformer& model, const ReshardAfterForward& reshard_after_forward) {
   for (auto& layer : model->layers) {
     fully_shard(layer, {.reshard_after_forward = reshard_after_forward});
   }

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <fsdp/optim.h>
+#include <fsdp/policy.h>
 #include <torch/torch.h>
 
 #include <cstdint>
@@ -12,7 +14,7 @@
 
 namespace fsdp::cli {
 
-using Optimizer = torch::optim::AdamW;
+using Optimizer = optim::AdamW;
 
 /// All that decides a run, besides the text.
 struct TrainConfig {
@@ -22,7 +24,7 @@ struct TrainConfig {
   int64_t steps = 200;
   int64_t seed = 1;
   double lr = 2e-3; // at its highest
-  std::optional<bool> reshard_after_forward;
+  ReshardAfterForward reshard_after_forward;
 };
 
 /// Throws ConfigError that names the option and the way out.

@@ -10,6 +10,13 @@
 namespace fsdp::detail {
 
 class FSDPState;
+class BypassCheck;
+
+/// Which module is called, and its state: none where it is not sharded.
+struct CallSite {
+  std::shared_ptr<FSDPState> state;
+  const void* module;
+};
 
 /// One call of a sharded module's forward: pre-forward when made, post-forward
 /// by `outputs`. Ends the call as if it had not been where that is not reached.
@@ -17,9 +24,9 @@ class FSDP_API ForwardScope {
  public:
   /// Whether a call of the module has to pass through a scope: it is sharded,
   /// and is not running already (a module inside itself).
-  static bool needed(const std::shared_ptr<FSDPState>& state);
+  static bool needed(const CallSite& site);
 
-  explicit ForwardScope(std::shared_ptr<FSDPState> state);
+  explicit ForwardScope(CallSite site);
   ~ForwardScope();
   ForwardScope(const ForwardScope&) = delete;
   ForwardScope& operator=(const ForwardScope&) = delete;
@@ -29,9 +36,10 @@ class FSDP_API ForwardScope {
   void outputs(const std::vector<at::Tensor*>& tensors);
 
  private:
-  std::shared_ptr<FSDPState> state_;
-  bool autocast_cache_;
+  const CallSite site_;
+  const bool autocast_cache_;
   bool finished_ = false;
+  std::unique_ptr<BypassCheck> check_;
 };
 
 } // namespace fsdp::detail

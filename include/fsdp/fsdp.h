@@ -1,18 +1,27 @@
 #pragma once
 
+// The umbrella, for programs: with all of LibTorch. The other headers are light.
 #include <torch/torch.h>
 
+#include <fsdp/call.h>
+#include <fsdp/comm.h>
+#include <fsdp/debug.h>
 #include <fsdp/device_mesh.h>
 #include <fsdp/distributed.h>
 #include <fsdp/dtensor.h>
 #include <fsdp/error.h>
+#include <fsdp/extension.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/hooked.h>
 #include <fsdp/launch.h>
+#include <fsdp/module_ref.h>
 #include <fsdp/nn.h>
 #include <fsdp/optim.h>
+#include <fsdp/param.h>
 #include <fsdp/placement.h>
+#include <fsdp/policy.h>
 #include <fsdp/process_group.h>
 #include <fsdp/reduce_op.h>
+#include <fsdp/tie_weights.h>
 #include <fsdp/tree.h>
 #include <fsdp/version.h>

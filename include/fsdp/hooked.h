@@ -26,6 +26,8 @@ namespace fsdp {
 class FSDP_API Hookable {
  public:
   virtual ~Hookable() = default;
+  /// False for a container such as ModuleList: there is nothing to intercept.
+  virtual bool fsdp_has_forward() const = 0;
   std::shared_ptr<detail::FSDPState> fsdp_state; // null until fully_shard
 
  protected:
@@ -63,17 +65,17 @@ void collect(T& value, std::vector<at::Tensor*>& tensors) {
 /// Runs `body(args...)` between pre- and post-forward. P are the parameter
 /// types of the callee.
 template <class... P, class Body>
-auto around(const std::shared_ptr<FSDPState>& state, Body&& body, P&&... args)
+auto around(const CallSite& site, Body&& body, P&&... args)
     -> Result<std::invoke_result_t<Body, P...>> {
   using R = Result<std::invoke_result_t<Body, P...>>;
   static_assert(
       HasTree<std::remove_cvref_t<R>> || tensor_free<std::remove_cvref_t<R>>,
       "fsdp: cannot find the tensors in what forward returns: write FSDP_TREE(Type, members...) "
       "or specialise fsdp::Tree<Type>");
-  if (!ForwardScope::needed(state)) {
+  if (!ForwardScope::needed(site)) {
     return body(static_cast<P&&>(args)...);
   }
-  ForwardScope scope(state);
+  ForwardScope scope(site);
   std::tuple<Held<P>...> held(static_cast<P&&>(args)...);
   std::vector<at::Tensor*> tensors;
   const auto run = [&]<size_t... I>(std::index_sequence<I...>) -> R {
@@ -110,11 +112,11 @@ using AsConst = std::conditional_t<
     A>;
 
 template <class Body, class... A>
-auto around_deduced(const std::shared_ptr<FSDPState>& state, Body&& body, A&&... args) {
+auto around_deduced(const CallSite& site, Body&& body, A&&... args) {
   if constexpr (std::is_invocable_v<Body&, AsConst<A&&>...>) {
-    return around<AsConst<A&&>...>(state, body, static_cast<AsConst<A&&>>(args)...);
+    return around<AsConst<A&&>...>(site, body, static_cast<AsConst<A&&>>(args)...);
   } else {
-    return around<A&&...>(state, body, std::forward<A>(args)...);
+    return around<A&&...>(site, body, std::forward<A>(args)...);
   }
 }
 
@@ -217,6 +219,9 @@ class FsdpBase
     requires std::is_move_constructible_v<FsdpImpl>
       : FsdpImpl(std::move(other)) {}
 
+  bool fsdp_has_forward() const override {
+    return HasForward<FsdpImpl>;
+  }
   void save(torch::serialize::OutputArchive& archive) const override {
     fsdp_refuse("torch::save");
     FsdpImpl::save(archive);
@@ -255,7 +260,7 @@ class FsdpBase
   static decltype(auto) fsdp_run(
       Self& self, std::index_sequence<I...>, std::remove_reference_t<Param<FsdpImpl, I>>&... args) {
     return around<Param<FsdpImpl, I>...>(
-        self.fsdp_state,
+        CallSite{self.fsdp_state, static_cast<const torch::nn::Module*>(&self)},
         [&](Param<FsdpImpl, I>&&... held) -> decltype(auto) {
           return self.FsdpImpl::forward(static_cast<Param<FsdpImpl, I>&&>(held)...);
         },
@@ -268,8 +273,8 @@ class FsdpBase
   }
   void fsdp_refuse(const char* what) const {
     TORCH_CHECK(
-        !this->fsdp_state, what, ": ", fsdp_type_name(),
-        " is sharded, and this would take only this rank's shards");
+        !this->fsdp_state, "fully_shard does not support deepcopy or archives: ", what, " of ",
+        fsdp_type_name(), ", which is sharded, would take only this rank's shards");
   }
 };
 
@@ -343,7 +348,7 @@ class Hooked : public detail::FsdpBase<Impl> {
   template <class Self, class... A>
   static auto fsdp_forward(Self& self, A&&... args) {
     return detail::around_deduced(
-        self.fsdp_state,
+        detail::CallSite{self.fsdp_state, static_cast<const torch::nn::Module*>(&self)},
         [&self](
             auto&&... held) -> decltype(self.Impl::forward(std::forward<decltype(held)>(held)...)) {
           return self.Impl::forward(std::forward<decltype(held)>(held)...);
@@ -428,7 +433,7 @@ class Hooked<torch::nn::SequentialImpl> : public detail::FsdpBase<torch::nn::Seq
   ReturnType forward(A&&... args) {
     auto& self = *this;
     return detail::around_deduced(
-        this->fsdp_state,
+        detail::CallSite{this->fsdp_state, static_cast<const torch::nn::Module*>(this)},
         [&self](auto&&... held) -> ReturnType {
           return self.torch::nn::SequentialImpl::template forward<ReturnType>(
               std::forward<decltype(held)>(held)...);

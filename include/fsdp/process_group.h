@@ -102,6 +102,10 @@ class FSDP_API ProcessGroup {
   void barrier() const;
   Work barrier_async() const;
 
+  /// A 1D tensor in memory that the transport knows, where the backend has such
+  /// (nccl), else an ordinary one.
+  at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const;
+
   /// The group of these ranks of this group, in the given order; called by
   /// exactly those. The same ranks and tag give the same (shared) group every
   /// time; another tag gives one whose collectives do not queue behind.

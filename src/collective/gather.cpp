@@ -3,29 +3,44 @@
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
-#include <numeric>
 #include <utility>
 
 namespace fsdp::detail {
 
-GatherLayout::GatherLayout(std::vector<int64_t> numels)
-    : part_numels(std::move(numels)),
-      shard_numel(std::accumulate(part_numels.begin(), part_numels.end(), int64_t{0})) {}
+void Gathered::wait(const OptionalStream& current) {
+  issued.block(current);
+  work.wait();
+}
 
-Gathered start_gather(const at::Tensor& shard, const ProcessGroup& group) {
+Gathered start_gather(
+    AllGather& comm,
+    at::Tensor input,
+    ProcessGroup group,
+    const GatherStreams& streams,
+    at::Tensor buffer) {
   Gathered gathered;
-  gathered.buffer = at::empty({shard.numel() * group.size()}, shard.options());
-  gathered.work = group.all_gather_async(gathered.buffer, shard);
+  if (!buffer.defined()) {
+    const c10::OptionalStreamGuard on(streams.copy_in);
+    buffer = comm.allocate({input.numel() * group.size()}, input.options());
+  }
+  gathered.input = std::move(input);
+  gathered.buffer = std::move(buffer);
+  wait_for_stream(streams.all_gather, streams.copy_in);
+  const c10::OptionalStreamGuard on(streams.all_gather);
+  gathered.work = comm(gathered.buffer, gathered.input, group, /*async_op=*/true);
+  gathered.issued = StreamEvent::of(streams.all_gather);
   return gathered;
 }
 
 void copy_out(
-    const Gathered& gathered, const GatherLayout& layout, const std::vector<at::Tensor>& targets) {
+    const at::Tensor& buffer,
+    const std::vector<int64_t>& numels,
+    int64_t total_numel,
+    const std::vector<at::Tensor>& targets) {
   // Below autograd and its version counters: what was saved for backward stays
   // valid, since it is the same value that comes back.
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  at::split_with_sizes_copy_out(
-      targets, gathered.buffer.view({-1, layout.shard_numel}), layout.part_numels, /*dim=*/1);
+  at::split_with_sizes_copy_out(targets, buffer.view({-1, total_numel}), numels, /*dim=*/1);
 }
 
 } // namespace fsdp::detail

@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <vector>
 
-#include <fsdp/process_group.h>
+#include <fsdp/comm.h>
+
+#include "runtime/stream.h"
 
 namespace fsdp::detail {
 
@@ -17,27 +19,39 @@ namespace fsdp::detail {
 // contiguous run, where padding can only come last. So an unsharded parameter
 // is a plain view of the beginning of its run. Reduction goes the other way.
 
-/// Lengths of a group's parts per rank, in elements, computed once.
-struct GatherLayout {
-  std::vector<int64_t> part_numels;
-  int64_t shard_numel = 0; // of all parts of one rank
-
-  explicit GatherLayout(std::vector<int64_t> numels);
+/// Where a gather is queued. Copies into its input go first, on a stream of
+/// their own, so that they overlap the gather before.
+struct GatherStreams {
+  OptionalStream copy_in;
+  OptionalStream all_gather;
 };
 
-/// An all-gather under way. `buffer` must live until copy-out has been
-/// enqueued.
+/// An all-gather under way. Input and buffer must live until what reads the
+/// buffer has been enqueued.
 struct Gathered {
-  at::Tensor buffer; // 1D: ranks x shard_numel
+  at::Tensor input;  // 1D
+  at::Tensor buffer; // 1D: ranks x input
   Work work;
+  StreamEvent issued; // for a transport that works on the stream itself
+
+  /// What the current stream is given from now on may read the buffer.
+  void wait(const OptionalStream& current);
 };
 
-/// Gathers every rank's flat `shard` into a new buffer.
-Gathered start_gather(const at::Tensor& shard, const ProcessGroup& group);
+/// Gathers every rank's `input` into `buffer`, or into a new one.
+Gathered start_gather(
+    AllGather& comm,
+    at::Tensor input,
+    ProcessGroup group,
+    const GatherStreams& streams,
+    at::Tensor buffer = {});
 
-/// Copies part i of the gathered buffer into `targets[i]`, which has shape
-/// (ranks, part_numels[i]). Moves no version counter.
+/// Copies columns of the gathered buffer, `numels[i]` wide, into `targets[i]`
+/// of shape (ranks, numels[i]). Moves no version counter.
 void copy_out(
-    const Gathered& gathered, const GatherLayout& layout, const std::vector<at::Tensor>& targets);
+    const at::Tensor& buffer,
+    const std::vector<int64_t>& numels,
+    int64_t total_numel,
+    const std::vector<at::Tensor>& targets);
 
 } // namespace fsdp::detail

@@ -19,9 +19,11 @@ at::Tensor by_rows(const ReduceInput& input, int64_t num_ranks) {
 
 } // namespace
 
-Reducing start_reduce(std::vector<ReduceInput>& inputs, const ReduceRequest& request) {
+Reducing start_reduce(
+    ReduceScatter& comm, std::vector<ReduceInput>& inputs, const ReduceRequest& request) {
   at::NoGradGuard no_grad;
-  const int64_t num_ranks = request.group.size();
+  auto group = request.group;
+  const int64_t num_ranks = group.size();
   std::vector<at::Tensor> grads;
   int64_t shard_numel = 0;
   const auto options = inputs.front().grad.options().dtype(request.reduce_dtype);
@@ -36,24 +38,27 @@ Reducing start_reduce(std::vector<ReduceInput>& inputs, const ReduceRequest& req
   }
   inputs.clear();
   Reducing reducing;
-  reducing.input = at::empty({num_ranks, shard_numel}, options);
+  reducing.input = comm.allocate({num_ranks * shard_numel}, options);
   if (!grads.empty()) {
-    at::_chunk_cat_out(reducing.input, grads, /*dim=*/0, num_ranks);
+    auto rows = reducing.input.view({num_ranks, shard_numel});
+    at::_chunk_cat_out(rows, grads, /*dim=*/0, num_ranks);
   }
   grads.clear();
+  wait_for_stream(request.stream, optional_current_stream(reducing.input.device()));
+  const c10::OptionalStreamGuard on(request.stream);
   if (request.factors.pre) {
     reducing.input.div_(*request.factors.pre);
   }
-  reducing.output = at::empty({shard_numel}, reducing.input.options());
-  reducing.work = request.group.reduce_scatter_async(
-      reducing.output, reducing.input, request.factors.reduce_scatter_op);
+  reducing.output = comm.allocate({shard_numel}, options);
+  reducing.work = comm(
+      reducing.output, reducing.input, group, request.factors.reduce_scatter_op,
+      /*async_op=*/true);
   return reducing;
 }
 
 at::Tensor finish_reduce(Reducing& reducing, const ReduceRequest& request) {
   at::NoGradGuard no_grad;
   reducing.work.wait();
-  reducing.input = at::Tensor();
   auto result = std::move(reducing.output);
   if (request.factors.post) {
     result.div_(*request.factors.post);

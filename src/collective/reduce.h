@@ -2,12 +2,12 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
 #include <vector>
 
-#include <fsdp/process_group.h>
+#include <fsdp/comm.h>
 
 #include "collective/divide_factors.h"
+#include "runtime/stream.h"
 
 namespace fsdp::detail {
 
@@ -22,12 +22,13 @@ struct ReduceRequest {
   at::ScalarType reduce_dtype = at::kFloat;
   at::ScalarType result_dtype = at::kFloat;
   DivideFactors factors;
+  OptionalStream stream; // of the reduction; the gradients are on the current one
 };
 
 /// A reduction under way. `input` must live until the reduction is complete.
 struct Reducing {
-  at::Tensor input;
-  at::Tensor output;
+  at::Tensor input;  // 1D
+  at::Tensor output; // 1D
   Work work;
 };
 
@@ -35,10 +36,12 @@ struct Reducing {
 /// zeros to equal lengths and in the reduce dtype, and starts the
 /// reduce-scatter. The gradients are let go of as soon as they are copied:
 /// `inputs` is empty afterwards. See Note [Flat layout of a group].
-Reducing start_reduce(std::vector<ReduceInput>& inputs, const ReduceRequest& request);
+Reducing start_reduce(
+    ReduceScatter& comm, std::vector<ReduceInput>& inputs, const ReduceRequest& request);
 
-/// Waits, and returns this rank's flat reduced shard in the result dtype:
-/// padded shards of the gradients, in order.
+/// Waits, on the current stream, and returns this rank's flat reduced shard in
+/// the result dtype: padded shards of the gradients, in order. The input stays,
+/// for other streams.
 at::Tensor finish_reduce(Reducing& reducing, const ReduceRequest& request);
 
 } // namespace fsdp::detail

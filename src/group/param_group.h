@@ -2,14 +2,19 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <fsdp/debug.h>
+
+#include <deque>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include <fsdp/process_group.h>
-
+#include "collective/comm.h"
 #include "collective/divide_factors.h"
 #include "collective/gather.h"
+#include "collective/reduce.h"
+#include "group/comm_context.h"
 #include "param/freeable_buffer.h"
 #include "param/fsdp_param.h"
 
@@ -22,52 +27,112 @@ struct ParamSpec {
   int64_t shard_dim = 0;
 };
 
+// Note [Where a group's parameters are]
+//
+//   Sharded              each rank has its shard
+//   Unsharded            all of them, in the freeable buffer
+//   ShardedPostForward   after a forward with reshard_after_forward = k: the
+//                        freeable buffer is divided over k neighbouring ranks,
+//                        and backward gathers among these only
+//
+// The face that parameters show follows, except where memory is kept from one
+// backward to the next forward (reshard_after_backward = false): between
+// iterations the sharded face is shown, for the optimizer.
+enum class ShardedState : std::uint8_t { Sharded, ShardedPostForward, Unsharded };
+
 /// The parameters that are communicated together: one all-gather to unshard
 /// them, one reduce-scatter of their gradients. Keeps one flat buffer per
 /// face; see Note [Flat layout of a group].
-class FSDPParamGroup {
+class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
  public:
-  /// Shards `params` over `group`: each keeps this rank's part only. They are
-  /// on one device; dtypes may differ, and are then gathered as bytes.
-  FSDPParamGroup(const std::vector<ParamSpec>& params, ProcessGroup group, std::string name);
+  /// Shards `params` over `mesh`, which has one axis: each keeps this rank's
+  /// part only. They are on one device; dtypes may differ, and are then
+  /// gathered as bytes.
+  FSDPParamGroup(const std::vector<ParamSpec>& params, const DeviceMesh& mesh, std::string name);
 
+  /// From the root, at lazy init; before, what is known.
   const std::string& name() const {
     return name_;
   }
-  std::vector<FSDPParam>& params() {
+  void set_name(const std::string& name);
+  const std::vector<std::unique_ptr<FSDPParam>>& params() const {
     return params_;
   }
-  bool is_unsharded() const {
-    return shown_ == Face::Unsharded;
+  c10::Device device() const {
+    return shard_.device();
   }
+  bool is_unsharded() const {
+    return sharded_state_ == ShardedState::Unsharded;
+  }
+  ShardedState sharded_state() const {
+    return sharded_state_;
+  }
+  /// Moves when a shard is written to: by an optimizer, for example.
+  uint64_t shard_version() const;
 
-  // ---- Runtime
+  /// Adopts what was put in the place of shards since, and checks that all can
+  /// be trained. Idempotent; before the first gather.
+  void lazy_init();
+
+  // ---- Gather
 
   /// Starts the all-gather, unless one is pending or the group is unsharded.
-  void unshard();
+  void unshard(bool async_op = false);
   /// Completes it: the parameters show their unsharded face. Nothing to do
   /// where nothing is pending.
   void wait_for_unshard();
-  /// The parameters show their sharded face and the gathered memory is free.
+  /// The parameters show their sharded face and the gathered memory is free;
+  /// after forward, as `post_forward_ranks` says.
   void reshard();
 
-  /// Reduces the gradients that backward has left and adds them to the
-  /// parameters' `.grad`. Reshards first, so that parameters and gradients are
-  /// not in memory together with the buffers. Collective if any parameter has a
-  /// gradient.
-  void reduce_grads();
-  bool has_unsharded_grads() const;
+  // ---- One iteration, as the state calls it
 
-  /// Forgets an all-gather that nobody waited for.
+  void pre_forward();
+  void post_forward();
+  /// False if it had been called already.
+  bool pre_backward();
+  /// An unshard that somebody will wait for later, in the given state.
+  void prefetch(TrainingState state);
+  /// Reduces the gradients that backward has left and adds them to the
+  /// parameters' `.grad`, by and by. Reshards first, so that parameters and
+  /// gradients are not in memory together with the buffers. Collective if any
+  /// parameter has a gradient.
+  void post_backward();
+  bool has_unsharded_grads() const;
+  /// Ends the oldest of this group's reductions.
+  void finish_reduction();
+  /// The sharded face is shown. After the last backward, nothing is pending.
+  void end_backward(bool is_last);
+  /// Forgets a gather that nobody waited for.
   void drop_pending();
   /// Sharded, with nothing pending and no gradient left to reduce.
   void reset();
 
   // ---- Settings
 
+  /// After forward: 0 keeps the parameters, the group's size frees them, and a
+  /// number between divides them over so many neighbouring ranks.
+  void set_post_forward_ranks(int ranks);
+  int size() const {
+    return group_.size();
+  }
+  void set_custom(std::shared_ptr<AllGather> comm_object);
+  void set_custom(std::shared_ptr<ReduceScatter> comm_object);
+  /// Refused where one of them is custom.
+  void allocate_from_process_group(bool enable);
+  /// A process group of its own for reductions. Collective.
+  void set_separate_reduce_scatter_group(bool enable);
+
+  TrainingState training_state = TrainingState::Idle;
+  bool reduce_grads = true;
+  bool reshard_after_backward = true;
+  bool unshard_in_backward = true;
+  bool reduce_scatter_unused_params = false;
+  size_t max_input_buffers = 1;
   std::optional<double> gradient_divide_factor;
   bool force_sum_reduction = false;
   std::optional<at::ScalarType> reduce_dtype; // else the gradients'
+  std::shared_ptr<CommContext> comm = std::make_shared<CommContext>();
 
  private:
   /// Where a parameter lies in the flat buffers, in elements of these.
@@ -76,36 +141,64 @@ class FSDPParamGroup {
     int64_t numel = 0; // padded, per rank
     int64_t unsharded_offset = 0;
   };
+  struct Reduction {
+    Reducing reducing;
+    ReduceRequest request;
+    std::vector<FSDPParam*> params;
+  };
+  /// What extensions sent in the gather that is pending.
+  struct Payload {
+    FSDPParam* param;
+    AllGatherPayload payload;
+  };
 
+  void build();
   void lay_out();
   void attach_params(const at::TensorOptions& options);
-  void show(Face face);
+  at::Tensor gather_input();
   void copy_out_all();
-  void reduce_grads_of(at::ScalarType dtype);
-  at::ScalarType reduce_dtype_for(const at::Tensor& grad) const {
-    return reduce_dtype.value_or(grad.scalar_type());
-  }
-  /// Nothing to gather or reduce: both faces share their memory.
+  void copy_out_payloads(std::vector<at::Tensor> outputs);
+  void to_sharded();
+  void to_sharded_post_forward();
+  void show(Face face);
+  void reduce(at::ScalarType dtype);
+  /// Nothing to communicate.
   bool alone() const {
     return group_.size() == 1;
   }
 
-  const std::string name_;
+  std::string name_;
+  const DeviceMesh mesh_;
   const ProcessGroup group_;
-  std::vector<FSDPParam> params_;
+  ProcessGroup reduce_group_;
+  std::vector<std::unique_ptr<FSDPParam>> params_;
+  ShardedState sharded_state_ = ShardedState::Sharded;
   Face shown_ = Face::Sharded;
+  bool was_unsharded_ = false;  // before the forward that is running
+  bool maybe_outdated_ = false; // an optimizer may have stepped since the gather
+  int post_forward_ranks_;
+  ProcessGroup post_forward_group_; // where that is less than all
+  std::shared_ptr<AllGather> all_gather_ = default_all_gather();
+  std::shared_ptr<ReduceScatter> reduce_scatter_ = default_reduce_scatter();
+  bool custom_all_gather_ = false;
+  bool custom_reduce_scatter_ = false;
 
   at::ScalarType gather_dtype_ = at::kFloat; // bytes where dtypes differ
   std::vector<size_t> order_;                // of the parameters in the flat buffers
+  size_t num_plain_ = 0;                     // those without an extension come first
   std::vector<Part> parts_;                  // by parameter
+  std::vector<int64_t> gather_numels_;       // by place in `order_`
+  int64_t plain_numel_ = 0;                  // of all those, per rank
   int64_t unsharded_numel_ = 0;
-  std::optional<GatherLayout> layout_;
 
   at::Tensor shard_;                        // 1D: the padded shards
-  std::optional<FreeableBuffer> unsharded_; // 1D; none when alone
+  std::optional<FreeableBuffer> unsharded_; // 1D; none where it is the shard itself
   // By place in `order_`: (ranks, part numel) views; undefined for other dims than 0.
   std::vector<at::Tensor> gather_targets_;
+  at::Tensor post_forward_shard_; // 1D
   std::optional<Gathered> pending_;
+  std::vector<Payload> payloads_;
+  std::deque<Reduction> reductions_;
 };
 
 } // namespace fsdp::detail

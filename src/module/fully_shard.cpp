@@ -1,167 +1,267 @@
 #include <fsdp/distributed.h>
 #include <fsdp/fully_shard.h>
+#include <fsdp/param.h>
+#include <torch/nn/modules/container/moduledict.h>
+#include <torch/nn/modules/container/modulelist.h>
 
 #include <algorithm>
-#include <set>
+#include <unordered_set>
 #include <utility>
 
-#include "group/param_group.h"
-#include "state/fsdp_state.h"
+#include "module/module_tree.h"
 
 namespace fsdp {
 
-namespace {
-
+using detail::FSDPParam;
+using detail::FSDPParamGroup;
 using detail::FSDPState;
 
-std::shared_ptr<FSDPState> state_of(torch::nn::Module& module) {
-  const auto* hookable = dynamic_cast<const Hookable*>(&module);
-  return hookable ? hookable->fsdp_state : nullptr;
-}
-
-/// `module` and the modules below it, in order, with their names.
-void walk(
-    torch::nn::Module& module,
-    const std::string& name,
-    const std::function<void(const std::string&, torch::nn::Module&)>& visit) {
-  visit(name, module);
-  for (const auto& child : module.named_children()) {
-    walk(*child.value(), name.empty() ? child.key() : name + "." + child.key(), visit);
+int ReshardAfterForward::ranks(int size) const {
+  if (kind_ != Kind::Ranks) {
+    return kind_ == Kind::No ? 0 : size;
   }
+  TORCH_CHECK_VALUE(
+      ranks_ >= 1 && ranks_ <= size && size % ranks_ == 0,
+      "[fully_shard] reshard_after_forward = ", ranks_,
+      " should be a factor of the number of ranks, ", size);
+  if (ranks_ == 1 && size > 1) {
+    TORCH_WARN_ONCE(
+        "[fully_shard] reshard_after_forward = 1 keeps the parameters whole, as false does; say "
+        "true to free them");
+    return 0;
+  }
+  return static_cast<int>(ranks_);
 }
 
-std::vector<std::shared_ptr<FSDPState>> states_below(torch::nn::Module& module) {
-  std::vector<std::shared_ptr<FSDPState>> states;
-  walk(module, "", [&](const std::string&, torch::nn::Module& each) {
-    const auto state = state_of(each);
-    if (state && std::find(states.begin(), states.end(), state) == states.end()) {
-      states.push_back(state);
+namespace {
+
+// ------------------------------------------------------------ Validation
+
+void check_module(const ModuleRef& module) {
+  const auto type = detail::type_name(*module);
+  const auto* hookable = dynamic_cast<const Hookable*>(&*module);
+  const bool is_container = dynamic_cast<const torch::nn::ModuleListImpl*>(&*module) ||
+                            dynamic_cast<const torch::nn::ModuleDictImpl*>(&*module);
+  TORCH_CHECK_VALUE(
+      hookable ? hookable->fsdp_has_forward() : !is_container,
+      "[fully_shard] does not support containers that do not implement forward: ", type,
+      "; shard its elements, or all of them as one group: fully_shard({a, b})");
+  TORCH_CHECK_VALUE(
+      hookable || module.is_by_call(), "[fully_shard] ", type,
+      " is not hooked, so its forward cannot be intercepted. Declare its holder with FSDP_MODULE "
+      "instead of TORCH_MODULE, take the one of fsdp::nn, or shard it by_call and run it by "
+      "fsdp::call. A module that LibTorch builds inside another cannot be hooked: shard the outer "
+      "one");
+  TORCH_CHECK_VALUE(
+      !detail::state_of(*module), "[fully_shard] can only be applied to a module once: this ", type,
+      " is sharded already");
+}
+
+void check_mesh(const DeviceMesh& mesh) {
+  TORCH_CHECK_VALUE(
+      mesh.ndim() <= 2, "[fully_shard] expects a 1D or 2D DeviceMesh, but got ", mesh.str(),
+      "; take a slice of it");
+  TORCH_CHECK_VALUE(
+      mesh.ndim() == 1 || !mesh.names().empty(),
+      "[fully_shard] please init the 2D mesh for HSDP with mesh_dim_names specified: ", mesh.str());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      mesh.ndim() == 1, "[fully_shard] a 2D mesh (HSDP) is not supported yet: ", mesh.str());
+}
+
+// ------------------------------------------------------------ What is sharded
+
+/// Without those that are inside others of the list.
+std::vector<ModuleRef> outermost(const std::vector<ModuleRef>& modules) {
+  std::unordered_set<const torch::nn::Module*> inside;
+  for (const auto& module : modules) {
+    detail::walk(*module, [&](const std::string& name, torch::nn::Module& each) {
+      if (!name.empty()) {
+        inside.insert(&each);
+      }
+    });
+  }
+  std::vector<ModuleRef> result;
+  for (const auto& module : modules) {
+    if (inside.insert(&*module).second) {
+      result.push_back(module);
     }
-  });
-  return states;
+  }
+  return result;
 }
 
-/// Parameters that nobody below has taken, each once however often it is used.
-std::vector<detail::ParamSpec> unmanaged_params(
-    torch::nn::Module& module, const FullyShardOptions& options) {
-  std::set<const at::TensorImpl*> taken;
+struct Candidate {
+  std::string name;
+  at::Tensor param;
+};
+
+/// Parameters that nobody has taken, each once however often it is used.
+std::vector<Candidate> unmanaged_params(
+    const std::vector<ModuleRef>& modules, const FullyShardOptions& options) {
+  std::unordered_set<const at::TensorImpl*> taken;
   for (const auto& param : options.ignored_params) {
     taken.insert(param.unsafeGetTensorImpl());
   }
-  for (const auto& state : states_below(module)) {
-    if (state->group()) {
-      for (const auto& param : state->group()->params()) {
-        taken.insert(param.tensor().unsafeGetTensorImpl());
+  for (const auto& module : modules) {
+    for (const auto& node : detail::look_below(*module).nodes) {
+      for (const auto& group : node.state->groups()) {
+        for (const auto& param : group->params()) {
+          taken.insert(param->tensor().unsafeGetTensorImpl());
+        }
       }
     }
   }
-  std::vector<detail::ParamSpec> specs;
-  for (const auto& item : module.named_parameters(/*recurse=*/true)) {
-    if (!item.value().defined() || !taken.insert(item.value().unsafeGetTensorImpl()).second) {
-      continue;
+  std::vector<Candidate> result;
+  for (const auto& module : modules) {
+    for (auto& [name, param] : detail::named_parameters(*module)) {
+      if (!taken.insert(param.unsafeGetTensorImpl()).second) {
+        continue;
+      }
+      const auto* other = FSDPParam::find(param);
+      TORCH_CHECK_VALUE(
+          !other, "[fully_shard] parameter '", name, "' of ", detail::type_name(*module),
+          " is shared with '", other ? other->name() : "",
+          "', which is already managed by another FSDP group. For shared parameters, put both "
+          "modules in one group: fully_shard({module_a, module_b})");
+      result.push_back({name, param});
     }
-    const auto placement = options.shard_placement_fn
-                               ? options.shard_placement_fn(item.key(), item.value())
-                               : std::nullopt;
-    specs.push_back({item.value(), item.key(), placement.value_or(Shard{0}).dim});
   }
-  return specs;
+  return result;
 }
 
-DeviceMesh mesh_of(const FullyShardOptions& options) {
-  const auto mesh = options.mesh ? *options.mesh : init_device_mesh(c10::kCPU, {get_world_size()});
-  TORCH_CHECK_VALUE(
-      mesh.ndim() == 1, "[fully_shard] the mesh must have one axis, but is ", mesh.str(),
-      "; take a slice of it");
-  return mesh;
+DeviceMesh mesh_of(const FullyShardOptions& options, const std::vector<Candidate>& params) {
+  if (options.mesh) {
+    check_mesh(*options.mesh);
+    return *options.mesh;
+  }
+  const auto type = params.empty() || params.front().param.is_meta()
+                        ? c10::DeviceType::CPU
+                        : params.front().param.device().type();
+  return init_device_mesh(type, {get_world_size()});
+}
+
+c10::Device device_of(const DeviceMesh& mesh) {
+  if (mesh.device_type() == c10::DeviceType::CPU) {
+    return c10::kCPU;
+  }
+  return c10::impl::VirtualGuardImpl(mesh.device_type()).getDevice();
+}
+
+/// In place: whoever holds the tensor sees it there.
+void move_to(const at::Tensor& tensor, c10::Device device) {
+  if (tensor.defined() && !tensor.is_meta() && tensor.device() != device) {
+    at::NoGradGuard no_grad;
+    tensor.set_data(tensor.detach().to(device));
+  }
+}
+
+void move_buffers(const std::vector<ModuleRef>& modules, c10::Device device) {
+  for (const auto& module : modules) {
+    for (const auto& buffer : module->buffers(/*recurse=*/true)) {
+      move_to(buffer, device);
+    }
+  }
+}
+
+/// One group per mesh, in the order in which these come up.
+FSDPState::Groups make_groups(
+    const std::vector<Candidate>& params,
+    const DeviceMesh& mesh,
+    const FullyShardOptions& options,
+    const std::string& name) {
+  std::vector<std::pair<DeviceMesh, std::vector<detail::ParamSpec>>> by_mesh;
+  for (const auto& [param_name, param] : params) {
+    const auto placement =
+        options.shard_placement_fn ? options.shard_placement_fn(param_name, param) : std::nullopt;
+    const auto& over = placement && placement->mesh ? *placement->mesh : mesh;
+    auto found = std::find_if(by_mesh.begin(), by_mesh.end(), [&](const auto& item) {
+      return item.first.get_group() == over.get_group();
+    });
+    if (found == by_mesh.end()) {
+      check_mesh(over);
+      found = by_mesh.insert(by_mesh.end(), {over, {}});
+    }
+    found->second.push_back({param, param_name, placement ? placement->dim : 0});
+  }
+  FSDPState::Groups groups;
+  for (const auto& [over, specs] : by_mesh) {
+    auto group = std::make_shared<FSDPParamGroup>(specs, over, name);
+    group->set_post_forward_ranks(options.reshard_after_forward.ranks(group->size()));
+    groups.push_back(std::move(group));
+  }
+  return groups;
+}
+
+std::string joined_types(const std::vector<ModuleRef>& modules) {
+  std::string types;
+  for (const auto& module : modules) {
+    types += (types.empty() ? "" : ", ") + detail::type_name(*module);
+  }
+  return types;
 }
 
 } // namespace
 
-FSDPModule fully_shard(ModuleRef module, const FullyShardOptions& options) {
-  const auto type = c10::demangle(typeid(*module).name());
-  auto* hookable = dynamic_cast<Hookable*>(&*module);
-  TORCH_CHECK_VALUE(
-      hookable, "[fully_shard] ", type,
-      " is not hooked, so its forward cannot be intercepted; declare its holder with FSDP_MODULE "
-      "instead of TORCH_MODULE");
-  TORCH_CHECK_VALUE(
-      !hookable->fsdp_state, "[fully_shard] this ", type, " has been sharded already");
-  const auto mesh = mesh_of(options);
-  const auto specs = unmanaged_params(*module, options);
-  auto group = specs.empty()
-                   ? nullptr
-                   : std::make_unique<detail::FSDPParamGroup>(specs, mesh.get_group(), type);
-  // The state lives in the module, so it refers to it plainly.
+// ------------------------------------------------------------ fully_shard
+
+FSDPModule detail::fully_shard_all(
+    const std::vector<ModuleRef>& modules, const FullyShardOptions& options) {
+  TORCH_CHECK_VALUE(!modules.empty(), "[fully_shard] the list of modules is empty");
+  for (const auto& module : modules) {
+    check_module(module);
+    detail::check_members(*module);
+  }
+  const auto roots = outermost(modules);
+  const auto params = unmanaged_params(roots, options);
+  const auto mesh = mesh_of(options, params);
+  const auto device = device_of(mesh);
+  (void)options.reshard_after_forward.ranks(mesh.get_group().size()); // before anything changes
+  for (const auto& [name, param] : params) {
+    move_to(param, device);
+  }
+  move_buffers(roots, device);
+  const auto name = joined_types(roots);
+  std::vector<const void*> addresses;
+  std::vector<torch::nn::Module*> pointers;
+  for (const auto& root : roots) {
+    addresses.push_back(&*root);
+    pointers.push_back(&*root);
+  }
+  // The state lives in the modules, so it refers to them plainly.
   auto state = std::make_shared<FSDPState>(
-      type, std::move(group), [raw = &*module] { return states_below(*raw); });
-  state->reshard_after_forward = options.reshard_after_forward;
-  hookable->fsdp_state = state;
+      name, std::move(addresses), device, make_groups(params, mesh, options, name), [pointers] {
+        detail::Subtree below;
+        for (auto* root : pointers) {
+          auto part = detail::look_below(*root);
+          below.nodes.insert(below.nodes.end(), part.nodes.begin(), part.nodes.end());
+          below.params.insert(below.params.end(), part.params.begin(), part.params.end());
+        }
+        return below;
+      });
+  state->auto_reshard_after_forward = options.reshard_after_forward.is_auto();
+  state->ignored_params = options.ignored_params;
+  for (const auto& root : roots) {
+    detail::set_state(*root, state);
+  }
   return FSDPModule(state);
 }
 
-bool is_fsdp_module(ModuleRef module) {
-  return state_of(*module) != nullptr;
+FSDPModule fully_shard(ModuleRef module, const FullyShardOptions& options) {
+  return detail::fully_shard_all({module}, options);
 }
 
-FSDPModule FSDPModule::of(ModuleRef module) {
-  auto state = state_of(*module);
-  TORCH_CHECK_VALUE(
-      state, "[FSDPModule] this ", c10::demangle(typeid(*module).name()), " is not sharded");
-  return FSDPModule(state);
+FSDPModule fully_shard(std::initializer_list<ModuleRef> modules, const FullyShardOptions& options) {
+  return detail::fully_shard_all(modules, options);
 }
 
-FSDPModule::FSDPModule(std::weak_ptr<FSDPState> state) : state_(std::move(state)) {}
-
-std::shared_ptr<FSDPState> FSDPModule::state() const {
-  auto state = state_.lock();
-  TORCH_CHECK(state, "[FSDPModule] the module of this handle is gone");
-  return state;
-}
-
-std::vector<std::shared_ptr<FSDPState>> FSDPModule::states(bool recurse) const {
-  const auto own = state();
-  return recurse ? own->states_below() : std::vector{own};
-}
-
-void FSDPModule::unshard() {
-  state()->unshard();
-}
-
-void FSDPModule::reshard() {
-  state()->reshard();
-}
-
-void FSDPModule::reset_iter_state() {
-  state()->reset();
-}
-
-void FSDPModule::set_requires_gradient_sync(bool requires_gradient_sync, bool recurse) {
-  for (const auto& state : states(recurse)) {
-    state->reduce_grads = requires_gradient_sync;
+torch::OrderedDict<std::string, DTensor> named_dtensors(ModuleRef module) {
+  torch::OrderedDict<std::string, DTensor> result;
+  std::unordered_set<const at::TensorImpl*> seen;
+  for (const auto& [name, param] : detail::named_parameters(*module)) {
+    if (FSDPParam::find(param) && seen.insert(param.unsafeGetTensorImpl()).second) {
+      result.insert(name, as_dtensor(param));
+    }
   }
-}
-
-void FSDPModule::set_reshard_after_forward(bool reshard_after_forward, bool recurse) {
-  for (const auto& state : states(recurse)) {
-    state->reshard_after_forward = reshard_after_forward;
-  }
-}
-
-void FSDPModule::set_is_last_backward(bool is_last_backward) {
-  state()->set_is_last_backward(is_last_backward);
-}
-
-void FSDPModule::set_gradient_divide_factor(double factor) {
-  if (auto* group = state()->group()) {
-    group->gradient_divide_factor = factor;
-  }
-}
-
-void FSDPModule::set_force_sum_reduction_for_comms(bool force_sum) {
-  if (auto* group = state()->group()) {
-    group->force_sum_reduction = force_sum;
-  }
+  return result;
 }
 
 } // namespace fsdp

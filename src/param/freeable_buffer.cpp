@@ -8,14 +8,22 @@
 
 namespace fsdp::detail {
 
-FreeableBuffer::FreeableBuffer(int64_t numel, const at::TensorOptions& options, std::string message)
-    : message_(std::move(message)) {
+FreeableBuffer::FreeableBuffer(
+    int64_t numel, const at::TensorOptions& options, const std::string& owner) {
+  set_owner(owner);
   // An inference tensor could not be saved for backward later.
   c10::InferenceMode not_inference(false);
   tensor_ = at::empty({0}, options).variable_data();
   nbytes_ = numel * tensor_.element_size();
   tensor_.storage().unsafeGetStorageImpl()->set_nbytes(nbytes_);
   tensor_.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
+}
+
+void FreeableBuffer::set_owner(const std::string& owner) {
+  message_ = c10::str(
+      "fsdp: the parameters of '", owner,
+      "' are resharded: their full values are not in memory. Use them inside the module's "
+      "forward, or call unshard() first");
 }
 
 void FreeableBuffer::allocate() {

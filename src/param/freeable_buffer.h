@@ -14,11 +14,12 @@ namespace fsdp::detail {
 // saved is valid again, and nothing had to be told.
 
 /// A flat buffer whose memory can be freed and allocated again, in place. All
-/// views of it follow. Touching a freed one throws the given message.
+/// views of it follow. Touching a freed one throws, and names the owner.
 class FreeableBuffer {
  public:
   /// Has its size but no memory yet: make the views, then call `free`.
-  FreeableBuffer(int64_t numel, const at::TensorOptions& options, std::string message);
+  FreeableBuffer(int64_t numel, const at::TensorOptions& options, const std::string& owner);
+  void set_owner(const std::string& owner);
 
   /// 1D, the whole buffer.
   const at::Tensor& tensor() const {
@@ -32,7 +33,7 @@ class FreeableBuffer {
 
  private:
   at::Tensor tensor_;
-  const std::string message_;
+  std::string message_;
   size_t nbytes_ = 0;
   bool allocated_ = false;
 };

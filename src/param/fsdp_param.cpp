@@ -4,29 +4,34 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
+#include <mutex>
+#include <unordered_map>
 #include <utility>
 
 namespace fsdp::detail {
 
-namespace {
-
 namespace autograd = torch::autograd;
 
+namespace {
+
 constexpr uint32_t kFirstUnshardedVersion = 0x40000000;
+
+// Ranks may be threads, so one table for all of them, by TensorImpl.
+std::mutex table_mutex;
+std::unordered_map<const at::TensorImpl*, FSDPParam*> table;
+
+} // namespace
 
 /// Takes the place of torch's AccumulateGrad while the unsharded face is
 /// shown: adds into the slot instead of `.grad`.
 class UnshardedAccumulator : public autograd::Node {
  public:
   UnshardedAccumulator(
-      at::Tensor param,
-      const at::Tensor& unsharded,
-      std::string name,
-      const std::shared_ptr<at::Tensor>& slot)
+      at::Tensor param, const at::Tensor& unsharded, const std::shared_ptr<FSDPParam::Slot>& slot)
       : Node(/*sequence_nr=*/UINT64_MAX), // as soon as it is ready, like torch's
         param_(std::move(param)),
         unsharded_(unsharded),
-        name_(std::move(name)),
+        name_(slot->name),
         slot_(slot) {
     add_input_metadata(unsharded);
   }
@@ -40,12 +45,12 @@ class UnshardedAccumulator : public autograd::Node {
       return {};
     }
     TORCH_CHECK_NOT_IMPLEMENTED(
-        !grad.is_sparse(), "fsdp: parameter '", name_,
+        !grad.is_sparse(), "fsdp: parameter '", slot->name,
         "' got a sparse gradient, which cannot be reduced; build its module with sparse(false)");
     at::NoGradGuard no_grad; // sharded gradients carry no graph
     autograd::AccumulateGrad::accumulateGrad(
-        unsharded_, *slot, grad, /*num_expected_refs=*/1,
-        [&](at::Tensor&& sum) { *slot = std::move(sum); });
+        unsharded_, slot->grad, grad, /*num_expected_refs=*/1,
+        [&](at::Tensor&& sum) { slot->grad = std::move(sum); });
     return {};
   }
 
@@ -60,43 +65,82 @@ class UnshardedAccumulator : public autograd::Node {
  private:
   const at::Tensor param_;
   const at::Tensor unsharded_;
-  const std::string name_;
-  const std::weak_ptr<at::Tensor> slot_;
+  const std::string name_; // when the slot is gone
+  const std::weak_ptr<FSDPParam::Slot> slot_;
 };
 
-} // namespace
-
-FSDPParam::FSDPParam(at::Tensor param, std::string name, ShardGeometry geometry)
+FSDPParam::FSDPParam(at::Tensor param, std::string name, DeviceMesh mesh, ShardGeometry geometry)
     : param_(std::move(param)),
-      name_(std::move(name)),
+      mesh_(std::move(mesh)),
       geometry_(std::move(geometry)),
-      dtype_(param_.scalar_type()),
       sharded_version_(0u),
       unsharded_version_(kFirstUnshardedVersion),
+      seen_unsharded_version_(kFirstUnshardedVersion),
       sharded_accumulator_(weak_node(NodePtr())),
-      unsharded_grad_(std::make_shared<at::Tensor>()) {}
+      slot_(std::make_shared<Slot>(Slot{{}, std::move(name)})) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      param_.is_contiguous(), "[fully_shard] does not support non-contiguous parameters: '",
+      this->name(), "' has sizes ", param_.sizes(), " and strides ", param_.strides(),
+      "; call contiguous() on it first");
+  std::lock_guard lock(table_mutex);
+  const bool is_new = table.emplace(param_.unsafeGetTensorImpl(), this).second;
+  TORCH_INTERNAL_ASSERT(is_new, "parameter '", this->name(), "' is managed already");
+}
+
+FSDPParam::~FSDPParam() {
+  std::lock_guard lock(table_mutex);
+  table.erase(param_.unsafeGetTensorImpl());
+}
+
+FSDPParam* FSDPParam::find(const at::Tensor& tensor) {
+  std::lock_guard lock(table_mutex);
+  const auto found = table.find(tensor.unsafeGetTensorImpl());
+  return found == table.end() ? nullptr : found->second;
+}
+
+// ------------------------------------------------------------ Faces
+
+at::Tensor FSDPParam::shard_values() const {
+  const auto values = param_.detach();
+  if (values.sizes() == geometry_.sizes) {
+    return values.narrow(geometry_.dim, geometry_.offset, geometry_.shard_sizes[geometry_.dim]);
+  }
+  TORCH_CHECK_VALUE(
+      values.sizes() == geometry_.shard_sizes, "[fully_shard] parameter '", name(),
+      "' was given a tensor of sizes ", values.sizes(),
+      " after sharding; it takes this rank's shard, ", c10::IntArrayRef(geometry_.shard_sizes),
+      ", or the whole parameter, ", c10::IntArrayRef(geometry_.sizes));
+  return values;
+}
 
 void FSDPParam::attach(at::Tensor sharded, at::Tensor unsharded) {
   at::NoGradGuard no_grad;
+  const auto values = shard_values();
   sharded_ = sharded.variable_data();
   unsharded_ = unsharded.variable_data();
-  if (!param_.is_meta()) {
-    sharded_.copy_(param_.detach().narrow(
-        geometry_.dim, geometry_.offset, geometry_.shard_sizes[geometry_.dim]));
+  unsharded_accumulator_ = NodePtr(); // it knows the old one's sizes and dtype
+  if (!values.is_meta()) {
+    sharded_.copy_(values);
   }
   auto* impl = param_.unsafeGetTensorImpl();
   impl->shallow_copy_from(sharded_.getIntrusivePtr());
   impl->set_version_counter(sharded_version_);
+  auto& grad = param_.mutable_grad();
+  if (grad.defined()) {
+    grad = grad.to(param_.options()); // Module::to leaves it as it was
+  }
 }
 
-void FSDPParam::check_not_replaced() const {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      face_ == Face::Unsharded ||
-          (param_.storage().unsafeGetStorageImpl() == sharded_.storage().unsafeGetStorageImpl() &&
-           param_.storage_offset() == sharded_.storage_offset() && param_.scalar_type() == dtype_),
-      "[fully_shard] the data of parameter '", name_,
-      "' was replaced after sharding (Module::to, set_data or an assignment), which is not "
-      "supported yet; convert the module first, and write into a shard with copy_");
+bool FSDPParam::was_replaced() const {
+  return face_ == Face::Sharded &&
+         (param_.storage().unsafeGetStorageImpl() != sharded_.storage().unsafeGetStorageImpl() ||
+          param_.storage_offset() != sharded_.storage_offset() ||
+          param_.scalar_type() != sharded_.scalar_type() || param_.sizes() != sharded_.sizes());
+}
+
+bool FSDPParam::take_unsharded_edit() {
+  const auto version = unsharded_version_.current_version();
+  return std::exchange(seen_unsharded_version_, version) != version;
 }
 
 void FSDPParam::show(Face face) {
@@ -109,8 +153,7 @@ void FSDPParam::show(Face face) {
     impl->shallow_copy_from(unsharded_.getIntrusivePtr());
     impl->set_version_counter(unsharded_version_);
     if (!unsharded_accumulator_) {
-      unsharded_accumulator_ =
-          make_node<UnshardedAccumulator>(param_, unsharded_, name_, unsharded_grad_);
+      unsharded_accumulator_ = make_node<UnshardedAccumulator>(param_, unsharded_, slot_);
     }
     // Also for a frozen parameter: it may be unfrozen later.
     autograd::impl::set_grad_accumulator(param_, weak_node(unsharded_accumulator_));
@@ -122,11 +165,13 @@ void FSDPParam::show(Face face) {
   face_ = face;
 }
 
+// ------------------------------------------------------------ Gradients
+
 at::Tensor FSDPParam::take_unsharded_grad() {
-  return std::exchange(*unsharded_grad_, at::Tensor());
+  return std::exchange(slot_->grad, at::Tensor());
 }
 
-void FSDPParam::add_sharded_grad(at::Tensor grad) {
+void FSDPParam::add_sharded_grad(const at::Tensor& grad) {
   at::NoGradGuard no_grad;
   auto& sharded_grad = param_.mutable_grad();
   if (sharded_grad.defined()) {
@@ -134,6 +179,20 @@ void FSDPParam::add_sharded_grad(at::Tensor grad) {
   } else {
     sharded_grad = grad.variable_data();
   }
+  if (const auto& hooks = autograd::impl::post_acc_grad_hooks(param_)) {
+    (*hooks)(param_);
+  }
+}
+
+// ------------------------------------------------------------ Extension
+
+AllGatherInfo FSDPParam::gather_info() const {
+  return {
+      .name = name(),
+      .mesh = mesh_,
+      .sizes = geometry_.sizes,
+      .shard_dim = geometry_.dim,
+      .param_dtype = unsharded_.scalar_type()};
 }
 
 } // namespace fsdp::detail

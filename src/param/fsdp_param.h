@@ -2,7 +2,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <fsdp/extension.h>
+
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "param/autograd_compat.h"
@@ -32,6 +35,9 @@ namespace fsdp::detail {
 //   counters would let a shard be broadcast silently.
 // - A face is a view, but not one that autograd knows of (`variable_data`):
 //   else `zero_grad` could not detach it in place.
+// - Whoever replaces the content of the tensor while it shows the shard
+//   (Module::to, set_data) is noticed before the next gather, and what they
+//   put there is adopted.
 
 enum class Face : std::uint8_t { Sharded, Unsharded };
 
@@ -39,62 +45,103 @@ enum class Face : std::uint8_t { Sharded, Unsharded };
 /// unsharded one until it is reduced.
 class FSDPParam {
  public:
-  FSDPParam(at::Tensor param, std::string name, ShardGeometry geometry);
+  /// Takes a whole, contiguous parameter; its shard is divided over `mesh`.
+  FSDPParam(at::Tensor param, std::string name, DeviceMesh mesh, ShardGeometry geometry);
+  ~FSDPParam();
+  FSDPParam(FSDPParam&&) = delete; // known by address
+
+  /// The one that manages this tensor, or null.
+  static FSDPParam* find(const at::Tensor& tensor);
 
   const std::string& name() const {
-    return name_;
+    return slot_->name;
+  }
+  void set_name(std::string name) {
+    slot_->name = std::move(name);
   }
   const ShardGeometry& geometry() const {
     return geometry_;
+  }
+  const DeviceMesh& mesh() const {
+    return mesh_;
   }
   /// The user's tensor.
   const at::Tensor& tensor() const {
     return param_;
   }
+  /// Of what the user has put there last.
   at::ScalarType dtype() const {
-    return dtype_;
+    return param_.scalar_type();
   }
 
-  /// Gives the parameter its memory: this rank's shard (filled from the whole
-  /// parameter, which it still holds) and the unsharded view, which may be
-  /// freed. Shows the sharded face from then on.
+  // ---- Faces
+
+  /// This rank's part of what the tensor holds now: the whole parameter, or
+  /// its shard. For a tensor that shows its sharded face. Throws if it is
+  /// neither.
+  at::Tensor shard_values() const;
+  /// Gives the parameter its memory: its shard, which gets the values above,
+  /// and the unsharded view, which may be freed. Shows the sharded face.
   void attach(at::Tensor sharded, at::Tensor unsharded);
 
   Face face() const {
     return face_;
   }
-  /// Throws if the shard was replaced from outside (Module::to, set_data), so
-  /// that what is gathered would not be what the user sees.
-  void check_not_replaced() const;
   void show(Face face);
+  /// Whether the tensor shows the shard, but another one than it was given.
+  bool was_replaced() const;
+  /// Moves when somebody, an optimizer for example, writes into the shard.
+  uint32_t shard_version() const {
+    return sharded_version_.current_version();
+  }
+  /// Whether somebody wrote into the unsharded face since the last call.
+  bool take_unsharded_edit();
 
+  const at::Tensor& sharded() const {
+    return sharded_;
+  }
   /// The unsharded view, whichever face is shown.
   const at::Tensor& unsharded() const {
     return unsharded_;
   }
 
-  /// The gradient that backward has computed so far, or an undefined tensor.
+  // ---- Gradients
+
+  /// What backward has computed so far, or an undefined tensor.
   const at::Tensor& unsharded_grad() const {
-    return *unsharded_grad_;
+    return slot_->grad;
   }
   at::Tensor take_unsharded_grad();
-  /// Adds `grad` to `.grad`, or makes it that.
-  void add_sharded_grad(at::Tensor grad);
+  /// Adds `grad` to `.grad`, or makes it that, and calls the parameter's
+  /// post-accumulate-grad hooks.
+  void add_sharded_grad(const at::Tensor& grad);
+
+  // ---- Extension
+
+  std::shared_ptr<AllGatherExtension> extension;
+  AllGatherInfo gather_info() const;
 
  private:
-  at::Tensor param_;
-  std::string name_;
-  ShardGeometry geometry_;
-  at::ScalarType dtype_;
+  friend class UnshardedAccumulator;
+  /// What the accumulator needs, and may outlive us.
+  struct Slot {
+    at::Tensor grad;
+    std::string name;
+  };
+
+  const at::Tensor param_;
+  const DeviceMesh mesh_;
+  const ShardGeometry geometry_;
   Face face_ = Face::Sharded;
 
   at::Tensor sharded_;   // ND
   at::Tensor unsharded_; // ND
   c10::VariableVersion sharded_version_;
   c10::VariableVersion unsharded_version_;
+  uint32_t seen_unsharded_version_;
   WeakNodePtr sharded_accumulator_; // torch's own, while the other is shown
   NodePtr unsharded_accumulator_;
-  std::shared_ptr<at::Tensor> unsharded_grad_; // shared with the accumulator, weakly
+  std::shared_ptr<Slot> slot_;
 };
 
 } // namespace fsdp::detail

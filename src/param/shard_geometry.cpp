@@ -29,16 +29,17 @@ ShardGeometry shard_geometry(
     int64_t rank) {
   const auto ndim = static_cast<int64_t>(sizes.size());
   TORCH_CHECK_VALUE(
-      ndim > 0, "[fully_shard] parameter '", name,
-      "' is a scalar, which cannot be sharded; make it a 1D tensor of one element");
+      ndim > 0, "[fully_shard] does not support scalar parameters. Change ", name,
+      " to a 1D tensor of one element");
   TORCH_CHECK_VALUE(
-      dim >= -ndim && dim < ndim, "[fully_shard] parameter '", name, "' ", c10::IntArrayRef(sizes),
-      " has no dim ", dim, " to shard");
+      dim >= -ndim && dim < ndim, "[fully_shard] Shard dim ", dim, " is invalid for ", ndim,
+      "D tensor: parameter '", name, "' ", c10::IntArrayRef(sizes));
   dim = dim < 0 ? dim + ndim : dim;
-  TORCH_CHECK_VALUE(
-      dim == 0 || sizes[dim] % num_ranks == 0, "[fully_shard] parameter '", name, "' ",
-      c10::IntArrayRef(sizes), " does not divide evenly over ", num_ranks, " ranks along dim ", dim,
-      "; uneven sharding works along dim 0 only");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      dim == 0 || sizes[dim] % num_ranks == 0,
+      "[fully_shard] does not support uneven sharding on dim ", dim, ": parameter '", name, "' ",
+      c10::IntArrayRef(sizes), " over ", num_ranks,
+      " ranks; shard it along dim 0, which may be uneven");
   ShardGeometry geometry{.sizes = sizes, .dim = dim, .num_ranks = num_ranks};
   const auto run = chunk_run(sizes[dim], num_ranks, rank);
   geometry.offset = run.offset;

@@ -12,6 +12,7 @@
 #include "process_group/agreement.h"
 #include "process_group/c10d_adapter.h"
 #include "process_group/group_state.h"
+#include "process_group/observer.h"
 #include "process_group/reduction.h"
 #include "runtime/stream.h"
 
@@ -27,6 +28,7 @@ struct WorkState {
   std::exception_ptr failure;
   std::shared_ptr<GroupState> group;
   CollectiveKind kind = CollectiveKind::Barrier;
+  std::string module; // that it was started for, or ""
 };
 
 namespace {
@@ -34,7 +36,8 @@ namespace {
 /// Runs `step`, which calls the backend; whatever it throws becomes a
 /// CommError that names the operation, except what is one already.
 template <class Step>
-auto guarded(GroupState& group, CollectiveKind kind, bool diagnose, Step step) {
+auto guarded(
+    GroupState& group, CollectiveKind kind, const std::string& module, bool diagnose, Step step) {
   try {
     return step();
   } catch (const CommError&) {
@@ -44,9 +47,9 @@ auto guarded(GroupState& group, CollectiveKind kind, bool diagnose, Step step) {
     const auto factory = diagnose ? group.factory.lock() : nullptr;
     const auto diagnosis = factory ? factory->diagnose() + "; " : "";
     FSDP_THROW(
-        CommError, to_string(kind), " in group '", group.name, "' failed on rank ",
-        group.world_ranks[group.backend->getRank()], " (", group.backend->getBackendName(),
-        "): ", diagnosis, reason);
+        CommError, to_string(kind), module.empty() ? "" : " for module '" + module + "'",
+        " in group '", group.name, "' failed on rank ", group.world_ranks[group.backend->getRank()],
+        " (", group.backend->getBackendName(), "): ", diagnosis, reason);
   }
 }
 
@@ -87,7 +90,8 @@ void Work::wait() {
     return;
   }
   try {
-    detail::guarded(*state.group, state.kind, /*diagnose=*/true, [&] { state.work->wait(); });
+    detail::guarded(
+        *state.group, state.kind, state.module, /*diagnose=*/true, [&] { state.work->wait(); });
   } catch (...) {
     state.failure = std::current_exception();
     throw;
@@ -142,10 +146,13 @@ Work ProcessGroup::issue(detail::CollectiveCall call) const {
   auto& backend = *this->backend();
   detail::check_call(call, backend.getRank(), backend.getSize());
   auto state = std::make_shared<detail::WorkState>();
+  state->module = detail::CollectiveLabel::current();
+  detail::CollectiveObserver::notify(call, state_->name);
   const auto op = call.op.kind();
-  detail::guarded(
-      *state_, call.kind, /*diagnose=*/true, [&] { detail::check_agreement(*state_, call); });
-  state->work = detail::guarded(*state_, call.kind, /*diagnose=*/false, [&] {
+  detail::guarded(*state_, call.kind, state->module, /*diagnose=*/true, [&] {
+    detail::check_agreement(*state_, call);
+  });
+  state->work = detail::guarded(*state_, call.kind, state->module, /*diagnose=*/false, [&] {
     if ((op == ReduceOp::Avg || op == ReduceOp::PremulSum) && !detail::scales_natively(backend)) {
       state->finish = detail::emulate_scaling(call, backend.getSize());
     }
@@ -239,6 +246,14 @@ void ProcessGroup::all_to_all(
 
 void ProcessGroup::barrier() const {
   barrier_async().wait();
+}
+
+at::Tensor ProcessGroup::allocate(int64_t numel, const at::TensorOptions& options) const {
+  auto& backend = *this->backend();
+  const auto device = options.device();
+  return detail::has_streams(device) && backend.supportsTensorAlloc(device.index())
+             ? backend.allocateTensor(numel, options)
+             : at::empty({numel}, options);
 }
 
 ProcessGroup ProcessGroup::new_group(const std::vector<int>& ranks, const std::string& tag) const {

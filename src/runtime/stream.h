@@ -1,8 +1,14 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
 
 namespace fsdp::detail {
 
@@ -15,6 +21,55 @@ inline bool has_streams(c10::Device device) {
 /// The calling thread's current stream on `device`.
 inline c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+/// A stream, or none on a device without streams: then everything that takes
+/// one does nothing, and code needs no second path.
+using OptionalStream = std::optional<c10::Stream>;
+
+inline OptionalStream optional_current_stream(c10::Device device) {
+  return has_streams(device) ? OptionalStream(current_stream(device)) : std::nullopt;
+}
+
+inline OptionalStream new_stream(c10::Device device, bool high_priority) {
+  if (!has_streams(device)) {
+    return std::nullopt;
+  }
+  return c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, high_priority ? -1 : 0);
+}
+
+/// A point in a stream's work. The default one has been reached already.
+class StreamEvent {
+ public:
+  StreamEvent() = default;
+  explicit StreamEvent(c10::Event event) : event_(std::make_shared<c10::Event>(std::move(event))) {}
+
+  /// What `stream` has been given so far.
+  static StreamEvent of(const OptionalStream& stream) {
+    StreamEvent event;
+    if (stream) {
+      event.event_ = std::make_shared<c10::Event>(stream->device_type());
+      event.event_->record(*stream);
+    }
+    return event;
+  }
+
+  /// What `stream` is given from now on comes after this.
+  void block(const OptionalStream& stream) const {
+    if (event_ && stream) {
+      event_->block(*stream);
+    }
+  }
+
+ private:
+  std::shared_ptr<c10::Event> event_;
+};
+
+/// `later` continues only after what `earlier` has been given so far.
+inline void wait_for_stream(const OptionalStream& later, const OptionalStream& earlier) {
+  if (later && earlier && *later != *earlier) {
+    StreamEvent::of(earlier).block(later);
+  }
 }
 
 } // namespace fsdp::detail

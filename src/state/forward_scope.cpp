@@ -4,41 +4,46 @@
 
 #include <utility>
 
+#include "state/bypass_check.h"
 #include "state/fsdp_state.h"
 
 namespace fsdp::detail {
 
-bool ForwardScope::needed(const std::shared_ptr<FSDPState>& state) {
-  return state && !state->in_forward();
+bool ForwardScope::needed(const CallSite& site) {
+  return site.state && !site.state->is_running(site.module);
 }
 
-ForwardScope::ForwardScope(std::shared_ptr<FSDPState> state)
-    : state_(std::move(state)), autocast_cache_(at::autocast::is_autocast_cache_enabled()) {
+ForwardScope::ForwardScope(CallSite site)
+    : site_(std::move(site)), autocast_cache_(at::autocast::is_autocast_cache_enabled()) {
   // Autocast remembers casts of weights by their TensorImpl, which stays the
   // same while its content changes.
   at::autocast::set_autocast_cache_enabled(false);
   try {
-    state_->pre_forward();
+    site_.state->pre_forward(site_.module);
   } catch (...) {
-    state_->forward_failed();
+    site_.state->forward_failed(site_.module);
     at::autocast::set_autocast_cache_enabled(autocast_cache_);
     throw;
+  }
+  if (site_.state->is_unchecked_root()) {
+    check_ = std::make_unique<BypassCheck>();
   }
 }
 
 ForwardScope::~ForwardScope() {
   if (!finished_) {
-    state_->forward_failed();
+    site_.state->forward_failed(site_.module);
   }
   at::autocast::set_autocast_cache_enabled(autocast_cache_);
 }
 
 void ForwardScope::inputs(const std::vector<at::Tensor*>& tensors) {
-  state_->replace_inputs(tensors);
+  site_.state->replace_inputs(tensors);
 }
 
 void ForwardScope::outputs(const std::vector<at::Tensor*>& tensors) {
-  state_->post_forward(tensors);
+  check_.reset();
+  site_.state->post_forward(site_.module, tensors);
   finished_ = true;
 }
 

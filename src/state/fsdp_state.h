@@ -14,85 +14,128 @@ namespace fsdp::detail {
 
 class FSDPState;
 
-/// Idle -> Forward -> Idle -> PreBackward (a gradient of an output arrives)
-/// -> PostBackward (those of the inputs are done) -> Idle (end of backward).
-enum class TrainingState : std::uint8_t { Idle, Forward, PreBackward, PostBackward };
-
 /// What the states under one root share.
 struct StateContext {
   std::vector<std::weak_ptr<FSDPState>> states; // in module order, the root first
+  FSDPState* forward_root = nullptr;            // the outermost of the forwards that run
+  bool forward_checked = false;                 // for calls around the hooks, once
   bool final_callback_queued = false;
   bool is_last_backward = true;
-  std::vector<std::weak_ptr<FSDPState>> post_forward_order; // with multiplicity
+  std::optional<StreamEvent> post_optim_event; // for the next forward
 };
 
-/// One sharded module: when its group is gathered, freed and reduced. Knows
-/// nothing of torch::nn: it is told when forward begins and ends, and learns
-/// from autograd when backward does.
+/// What a state is told of the module tree at and below its module.
+struct Subtree {
+  struct Node {
+    std::string name; // "" is the module itself
+    std::shared_ptr<FSDPState> state;
+  };
+  std::vector<Node> nodes; // the sharded modules, in order
+  std::vector<std::pair<std::string, at::Tensor>> params;
+};
+
+/// One call of fully_shard: when its groups are gathered, freed and reduced.
+/// Knows nothing of torch::nn: it is told when the forward of its modules
+/// begins and ends, and learns from autograd when backward does.
+///
+/// Usually it has one module and one group. Several modules (known by their
+/// addresses) share the groups: gathered for the first that runs, freed after
+/// the last. Without parameters there is no group.
 class FSDPState : public std::enable_shared_from_this<FSDPState> {
  public:
-  /// States in and below this module, in module order, itself first.
-  using FindStates = std::function<std::vector<std::shared_ptr<FSDPState>>()>;
+  using Groups = std::vector<std::shared_ptr<FSDPParamGroup>>;
 
-  /// `group` is null for a module without parameters of its own.
-  FSDPState(std::string name, std::unique_ptr<FSDPParamGroup> group, FindStates find_states);
+  FSDPState(
+      std::string name,
+      std::vector<const void*> modules,
+      c10::Device device,
+      Groups groups,
+      std::function<Subtree()> look_below);
 
+  /// From the root, after lazy init; before, the module's type.
   const std::string& name() const {
     return name_;
   }
-  FSDPParamGroup* group() {
-    return group_.get();
+  const Groups& groups() const {
+    return groups_;
   }
-  /// This state and those below it.
-  std::vector<std::shared_ptr<FSDPState>> states_below() const {
-    return find_states_();
+  const StateContext& context() const {
+    return *context_;
   }
+  const CommContext& comm() const {
+    return *comm_;
+  }
+  /// This state and those below it, each once.
+  std::vector<std::shared_ptr<FSDPState>> states_below() const;
 
-  // ---- Called around forward
+  // ---- Called around the forward of one of the modules
 
-  void pre_forward();
+  bool is_running(const void* module) const;
+  void pre_forward(const void* module);
+  /// Whether this call is the one to be watched by BypassCheck.
+  bool is_unchecked_root() const;
   void replace_inputs(const std::vector<at::Tensor*>& tensors);
-  void post_forward(const std::vector<at::Tensor*>& outputs);
-  void forward_failed();
-  bool in_forward() const {
-    return in_forward_;
-  }
-
-  // ---- Called by autograd
-
-  void pre_backward();
-  void post_backward();
+  void post_forward(const void* module, const std::vector<at::Tensor*>& outputs);
+  void forward_failed(const void* module);
 
   // ---- Called by the user
 
-  void unshard();
+  void unshard(bool async_op);
+  void wait_for_unshard();
   void reshard();
   /// Forgets an iteration that did not end: nothing is pending, all is sharded.
   void reset();
+  void set_is_last_backward(bool is_last) {
+    context_->is_last_backward = is_last;
+  }
+  void set_post_optim_event(StreamEvent event) {
+    context_->post_optim_event = std::move(event);
+  }
+  /// This tree uses the streams, buffers and order of `first`'s.
+  void share_comm(const FSDPState& first);
 
   // ---- Settings
 
-  /// No value: automatic, which is true except at the root.
-  std::optional<bool> reshard_after_forward;
-  bool reduce_grads = true;
-  void set_is_last_backward(bool last);
+  /// Keep the parameters after forward if this turns out to be the root.
+  bool auto_reshard_after_forward = true;
+  std::vector<at::Tensor> ignored_params;
+  std::vector<std::weak_ptr<FSDPState>> forward_prefetch;
+  std::vector<std::weak_ptr<FSDPState>> backward_prefetch;
 
  private:
+  // Lazy init
   void lazy_init();
-  void queue_final_callback();
-  void prefetch_before_backward();
-  void check_outputs(const std::vector<at::Tensor*>& outputs) const;
-  static void finish_backward(StateContext& context);
-  static void reset_all(StateContext& context);
+  void set_names(const Subtree& below);
 
-  const std::string name_;
-  const std::unique_ptr<FSDPParamGroup> group_;
-  const FindStates find_states_;
-  std::shared_ptr<StateContext> context_; // from lazy init on
+  // Forward
+  void begin_root_forward();
+  std::function<void()> end_root_forward(std::function<void()> hook);
+  std::function<void()> complete_forward();
+  void check_outputs(const std::vector<at::Tensor*>& outputs) const;
+  uint64_t shard_version() const;
+
+  // Backward
+  std::function<void()> backward_hook(bool partial);
+  void pre_backward(const ForwardRecord& record, uint64_t shard_version, bool partial);
+  void prefetch_for_backward(const ForwardRecord& record);
+  void post_backward();
+  void queue_final_callback();
+  void queue_partial_callback();
+  static void finish_backward(StateContext& context, CommContext& comm);
+  static void reset_all(StateContext& context, CommContext& comm);
+
+  std::string name_;
+  const std::vector<const void*> modules_;
+  const c10::Device device_;
+  const Groups groups_;
+  const std::function<Subtree()> look_below_;
+  bool initialized_ = false;
+  std::shared_ptr<StateContext> context_ = std::make_shared<StateContext>();
+  std::shared_ptr<CommContext> comm_ = std::make_shared<CommContext>();
   TrainingState training_state_ = TrainingState::Idle;
-  bool is_root_ = false;
-  bool in_forward_ = false;
-  std::vector<size_t> post_forward_indices_; // of this state in the order
+  bool entering_ = false;                   // the first module of a forward
+  std::vector<const void*> running_;        // inside their forward
+  std::vector<const void*> yet_to_forward_; // of several modules
 };
 
 } // namespace fsdp::detail

@@ -2,6 +2,8 @@
 #include "group/param_group.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <fsdp/debug.h>
+#include <fsdp/device_mesh.h>
 #include <fsdp/distributed.h>
 #include <torch/torch.h>
 
@@ -19,11 +21,15 @@ torch::Tensor random(uint64_t seed, at::IntArrayRef sizes) {
   return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
 }
 
+DeviceMesh world_mesh() {
+  return init_device_mesh(torch::kCPU, {get_world_size()});
+}
+
 /// A group of parameters with seeded values, and those values.
 struct Made {
   std::vector<torch::Tensor> whole;
   std::vector<torch::Tensor> params;
-  std::optional<FSDPParamGroup> group;
+  std::shared_ptr<FSDPParamGroup> group;
 
   explicit Made(
       const std::vector<std::vector<int64_t>>& sizes,
@@ -35,7 +41,14 @@ struct Made {
       params.push_back(whole.back().clone().set_requires_grad(true));
       specs.push_back({params.back(), "p" + std::to_string(i), dims[i % dims.size()]});
     }
-    group.emplace(specs, default_group(), "test");
+    group = std::make_shared<FSDPParamGroup>(specs, world_mesh(), "test");
+  }
+
+  /// What a backward ends with.
+  void reduce_grads() {
+    group->post_backward();
+    group->comm->finish_reductions(0);
+    group->end_backward(/*is_last=*/true);
   }
 
   void unshard() {
@@ -44,7 +57,7 @@ struct Made {
   }
 
   torch::Tensor shard_of(size_t i, const torch::Tensor& full) {
-    const auto& geometry = group->params()[i].geometry();
+    const auto& geometry = group->params()[i]->geometry();
     return full.narrow(geometry.dim, geometry.offset, geometry.shard_sizes[geometry.dim])
         .contiguous();
   }
@@ -85,6 +98,32 @@ TEST_P(ParamGroup, GathersWhatItSharded) {
   });
 }
 
+TEST_P(ParamGroup, GathersAmongNeighboursWhatForwardLeftThere) {
+  const int n = GetParam();
+  const int ranks = n > 8 ? 8 : n % 2 == 0 && n > 2 ? n / 2 : 0;
+  if (ranks == 0) {
+    GTEST_SKIP() << n << " ranks do not divide";
+  }
+  run_ranks(n, [&](int) {
+    Made made(kManySizes);
+    made.group->set_post_forward_ranks(ranks);
+    for (int round = 0; round < 2; ++round) {
+      made.group->pre_forward();
+      made.expect_unsharded();
+      made.group->post_forward();
+      EXPECT_EQ(made.group->sharded_state(), ShardedState::ShardedPostForward);
+      made.expect_sharded();
+      CommDebugMode comm;
+      made.group->pre_backward();
+      made.expect_unsharded();
+      ASSERT_EQ(comm.total(), 1);
+      EXPECT_NE(comm.calls()[0].group, default_group().name()); // n ranks were not needed
+      made.reduce_grads();
+      made.expect_sharded();
+    }
+  });
+}
+
 TEST_P(ParamGroup, ReducesGradientsToTheirShards) {
   const int n = GetParam();
   run_ranks(n, [&](int rank) {
@@ -97,7 +136,7 @@ TEST_P(ParamGroup, ReducesGradientsToTheirShards) {
         loss = loss + (param * static_cast<double>(rank % 8)).sum();
       }
       loss.backward();
-      made.group->reduce_grads();
+      made.reduce_grads();
       EXPECT_FALSE(made.group->is_unsharded());
       double mean = 0;
       for (int r = 0; r < n; ++r) {
@@ -135,7 +174,7 @@ void train_and_compare(
     made.group->reshard(); // after forward
     made.unshard();        // for backward
     loss.backward();
-    made.group->reduce_grads();
+    made.reduce_grads();
     torch::Tensor total = torch::zeros({});
     for (int rank = 0; rank < n; ++rank) {
       total = total + loss_of(reference, 100 * step + rank);
@@ -206,13 +245,13 @@ TEST(ParamGroup, AccumulatesUntilReduced) {
       (made.params[0] * 2).sum().backward();
       made.group->reshard(); // without communication: the gradient stays
     }
-    made.group->reduce_grads();
+    made.reduce_grads();
     EXPECT_SAME(made.params[0].grad(), torch::full_like(made.params[0].grad(), 6.0));
     made.unshard();
     made.params[0].sum().backward();
-    made.group->reduce_grads(); // and adds to what is there
+    made.reduce_grads(); // and adds to what is there
     EXPECT_SAME(made.params[0].grad(), torch::full_like(made.params[0].grad(), 7.0));
-    made.group->reduce_grads(); // nothing left: no collective
+    made.reduce_grads(); // nothing left: no collective
   });
 }
 
@@ -222,7 +261,7 @@ TEST(ParamGroup, LeavesOutFrozenAndUnusedParameters) {
     made.params[0].set_requires_grad(false);
     made.unshard();
     made.params[1].sum().backward();
-    made.group->reduce_grads();
+    made.reduce_grads();
     EXPECT_FALSE(made.params[0].grad().defined());
     EXPECT_SAME(made.params[1].grad(), torch::ones_like(made.params[1].grad()));
     EXPECT_FALSE(made.params[2].grad().defined());
@@ -241,7 +280,7 @@ TEST(ParamGroup, DividesAsAsked) {
             made.group->gradient_divide_factor = factor;
             made.unshard();
             (made.params[0] * 8).sum().backward();
-            made.group->reduce_grads();
+            made.reduce_grads();
             const auto expected = 8.0 * n / factor.value_or(n);
             EXPECT_SAME(made.params[0].grad(), torch::full_like(made.params[0].grad(), expected));
           }
@@ -260,8 +299,8 @@ TEST(ParamGroup, FreesTheWholeAndSaysSoWhenTouched) {
     made.group->reshard();
     EXPECT_EQ(alias.storage().nbytes(), 0u);
 #if TORCH_VERSION_MINOR >= 13
-    EXPECT_TRUE(
-        contains(message_of<c10::Error>([&] { alias.sum(); }), "group 'test' are resharded"));
+    EXPECT_TRUE(contains(
+        message_of<c10::Error>([&] { alias.sum(); }), "parameters of 'test' are resharded"));
 #endif
   });
 }
@@ -280,11 +319,11 @@ TEST(ParamGroup, RefusesWithNames) {
   run_ranks(2, [](int) {
     const auto refused = [](const std::vector<ParamSpec>& specs, const std::string& part) {
       const auto message =
-          message_of<c10::ValueError>([&] { FSDPParamGroup(specs, default_group(), "layer.3"); });
+          message_of<c10::ValueError>([&] { FSDPParamGroup(specs, world_mesh(), "layer.3"); });
       EXPECT_TRUE(contains(message, part));
     };
     refused({}, "'layer.3' has no parameters");
-    refused({{torch::ones({}), "scale", 0}}, "'scale' is a scalar");
+    refused({{torch::ones({}), "scale", 0}}, "Change scale to a 1D tensor");
     refused(
         {{torch::ones({2}), "a", 0}, {torch::ones({2}, torch::kMeta), "b", 0}},
         "'a' on cpu, 'b' on meta");

@@ -27,21 +27,29 @@ MAY_INCLUDE["module"] = MAY_INCLUDE["state"] | {"state"}
 
 # Room of each public header; one that is missing here is an error.
 PUBLIC = {
+    "call.h": "module",
+    "comm.h": "collective",
+    "debug.h": "group",
     "device_mesh.h": "mesh",
     "distributed.h": "process_group",
     "dtensor.h": "tensor",
     "error.h": "base",
     "export.h": "base",
+    "extension.h": "param",
     "forward_scope.h": "state",
     "fsdp.h": None,  # the umbrella: for users only
     "fully_shard.h": "module",
     "hooked.h": "module",
     "launch.h": "process_group",
+    "module_ref.h": "module",
     "nn.h": "module",
     "optim.h": "optim",
+    "param.h": "param",
     "placement.h": "tensor",
+    "policy.h": "module",
     "process_group.h": "process_group",
     "reduce_op.h": "process_group",
+    "tie_weights.h": "module",
     "tree.h": "module",
     "version.h": "base",
 }

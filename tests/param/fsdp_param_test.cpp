@@ -1,6 +1,8 @@
 // Geometry, freeable memory, and the two faces of one parameter.
 #include "param/fsdp_param.h"
 
+#include <fsdp/device_mesh.h>
+#include <fsdp/distributed.h>
 #include <torch/torch.h>
 
 #include "param/freeable_buffer.h"
@@ -32,13 +34,14 @@ TEST(ShardGeometry, PadsEveryShardToTheLongest) {
 TEST(ShardGeometry, RefusesWithTheParametersName) {
   const auto refused = [](const Sizes& sizes, int64_t dim, const std::string& part) {
     const auto message =
-        message_of<c10::ValueError>([&] { shard_geometry("block.w", sizes, dim, 4, 0); });
-    EXPECT_TRUE(contains(message, "'block.w'"));
+        message_of<c10::Error>([&] { shard_geometry("block.w", sizes, dim, 4, 0); });
+    EXPECT_TRUE(contains(message, "block.w"));
     EXPECT_TRUE(contains(message, part));
   };
-  refused({}, 0, "is a scalar");
-  refused({4}, 1, "has no dim 1");
-  refused({4, 6}, 1, "does not divide evenly over 4 ranks along dim 1");
+  refused({}, 0, "Change block.w to a 1D tensor");
+  refused({4}, 1, "Shard dim 1 is invalid for 1D tensor");
+  refused({4, 6}, 1, "does not support uneven sharding on dim 1");
+  EXPECT_THROW(shard_geometry("w", {4, 6}, 1, 4, 0), c10::NotImplementedError);
 }
 
 TEST(FreeableBuffer, KeepsItsStorageObjectAndItsViews) {
@@ -60,12 +63,19 @@ TEST(FreeableBuffer, KeepsItsStorageObjectAndItsViews) {
   }
 }
 
+DeviceMesh mesh() {
+  if (!is_initialized()) {
+    init_process_group({.backend = "fake", .rank = 1, .world_size = 4});
+  }
+  return init_device_mesh(torch::kCPU, {4});
+}
+
 /// A 4 x 2 parameter of which "this rank" holds row 1, with both faces.
 struct TwoFaces {
   torch::Tensor whole = torch::arange(8.0).view({4, 2});
   torch::Tensor param = whole.clone().set_requires_grad(true);
   FreeableBuffer buffer{8, torch::kFloat, "gone"};
-  FSDPParam managed{param, "w", shard_geometry("w", {4, 2}, 0, 4, 1)};
+  FSDPParam managed{param, "w", mesh(), shard_geometry("w", {4, 2}, 0, 4, 1)};
 
   TwoFaces() {
     managed.attach(torch::zeros({1, 2}), buffer.tensor().view({4, 2}));

@@ -1,6 +1,7 @@
 // Training with fully_shard against the same training by the installed torch's
 // Python FSDP2: losses, gradients, collectives and the order of events.
 #include <fcntl.h>
+#include <fsdp/debug.h>
 #include <fsdp/distributed.h>
 #include <fsdp/fully_shard.h>
 #include <sys/file.h>
@@ -17,15 +18,9 @@
 #include "support/processes.h"
 #include "support/tensors.h"
 
-// WHEN <fsdp/debug.h> IS THERE: keep the first branch only.
-#if __has_include(<fsdp/debug.h>)
-#include <fsdp/debug.h>
 namespace fsdp {
 namespace {
-constexpr bool kHasReshardToSize = true;
-void set_reshard_to_size(FullyShardOptions& options, int size) {
-  options.reshard_after_forward = size;
-}
+
 /// Events and collectives of one forward or backward.
 struct Recorded {
   EventLog events;
@@ -41,22 +36,6 @@ struct Recorded {
     EXPECT_EQ(collectives.total(), total);
   }
 };
-} // namespace
-} // namespace fsdp
-#else
-namespace fsdp {
-namespace {
-constexpr bool kHasReshardToSize = false;
-void set_reshard_to_size(FullyShardOptions&, int) {}
-struct Recorded {
-  void expect(const std::vector<std::string>&, const std::map<std::string, int64_t>&) const {}
-};
-} // namespace
-} // namespace fsdp
-#endif
-
-namespace fsdp {
-namespace {
 
 using namespace test;
 using Dict = c10::impl::GenericDict;
@@ -170,7 +149,7 @@ void shard_net(Net& net, const std::string& reshard) {
   if (reshard == "true" || reshard == "false") {
     options.reshard_after_forward = reshard == "true";
   } else if (reshard != "none") {
-    set_reshard_to_size(options, std::stoi(reshard));
+    options.reshard_after_forward = std::stoi(reshard);
   }
   for (const auto& block : net.blocks) {
     fully_shard(block, options);
@@ -263,9 +242,6 @@ class Fsdp2Parity : public Fsdp2Models, public testing::WithParamInterface<Case>
 
 TEST_P(Fsdp2Parity, TrainsLikePython) {
   const auto& [model, world, reshard] = GetParam();
-  if (reshard == "2" && !kHasReshardToSize) {
-    GTEST_SKIP() << "no reshard_after_forward to a number of ranks yet";
-  }
   run_ranks(world, [&](int rank) {
     torch::set_num_threads(1);
     const auto run =

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <functional>
+#include <utility>
+
+#include <fsdp/export.h>
+#include <fsdp/hooked.h>
+#include <fsdp/module_ref.h>
+
+namespace fsdp {
+
+namespace detail {
+
+/// The module's state, wherever it is kept.
+FSDP_API CallSite call_site(const torch::nn::Module& module);
+
+} // namespace detail
+
+/// Runs the forward of a module that was sharded by_call between its hooks. A
+/// module that is not sharded, or that is hooked, is simply called.
+template <class Contained, class... A>
+auto call(const torch::nn::ModuleHolder<Contained>& holder, A&&... args) {
+  const auto module = holder.ptr();
+  return detail::around_deduced(
+      detail::call_site(*module),
+      [&](auto&&... held) -> decltype(module->forward(std::forward<decltype(held)>(held)...)) {
+        return module->forward(std::forward<decltype(held)>(held)...);
+      },
+      std::forward<A>(args)...);
+}
+
+/// Runs any member function, or a callable `method(impl, args...)`, between the
+/// hooks of a sharded module, as if it were its forward:
+/// call_method(vit, &VisionTransformerImpl::forward_features, images).
+template <class Contained, class Method, class... A>
+auto call_method(const torch::nn::ModuleHolder<Contained>& holder, Method&& method, A&&... args) {
+  const auto module = holder.ptr();
+  return detail::around_deduced(
+      detail::call_site(*module),
+      [&](auto&&... held) -> std::invoke_result_t<Method&, Contained&, decltype(held)...> {
+        return std::invoke(method, *module, std::forward<decltype(held)>(held)...);
+      },
+      std::forward<A>(args)...);
+}
+
+} // namespace fsdp

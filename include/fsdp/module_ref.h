@@ -1,0 +1,53 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/any.h>
+#include <torch/nn/pimpl.h>
+
+#include <memory>
+#include <type_traits>
+
+#include <fsdp/export.h>
+
+namespace fsdp {
+
+/// Any module: a holder, a shared pointer, a reference or an AnyModule.
+class FSDP_API ModuleRef {
+ public:
+  template <class Contained>
+  ModuleRef(const torch::nn::ModuleHolder<Contained>& holder) // NOLINT
+      : ModuleRef(holder.ptr()) {}
+  template <class M>
+    requires std::is_base_of_v<torch::nn::Module, M>
+  ModuleRef(const std::shared_ptr<M>& module) : module_(module.get()) { // NOLINT
+    TORCH_CHECK_VALUE(module, "[fully_shard] the module is a null pointer");
+  }
+  ModuleRef(torch::nn::Module& module) : module_(&module) {}                 // NOLINT
+  ModuleRef(const torch::nn::AnyModule& module) : ModuleRef(module.ptr()) {} // NOLINT
+  ModuleRef(std::nullptr_t) = delete;
+
+  torch::nn::Module& operator*() const {
+    return *module_;
+  }
+  torch::nn::Module* operator->() const {
+    return module_;
+  }
+  bool is_by_call() const {
+    return by_call_;
+  }
+
+ private:
+  friend ModuleRef by_call(ModuleRef module);
+
+  torch::nn::Module* module_;
+  bool by_call_ = false;
+};
+
+/// For a module that cannot be hooked (a type of LibTorch or of another
+/// library): fully_shard(by_call(m)), then fsdp::call(m, x) instead of m(x).
+inline ModuleRef by_call(ModuleRef module) {
+  module.by_call_ = true;
+  return module;
+}
+
+} // namespace fsdp

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <concepts>
+#include <cstdint>
+#include <optional>
+
+#include <fsdp/device_mesh.h>
+#include <fsdp/placement.h>
+
+namespace fsdp {
+
+/// What happens to the parameters between forward and backward: true frees
+/// them and gathers them again, false keeps them, and k divides them over
+/// groups of k neighbouring ranks, which gather among themselves. Automatic
+/// (nullopt) is true, except for the root, whose backward begins at once.
+class ReshardAfterForward {
+ public:
+  ReshardAfterForward() = default;
+  ReshardAfterForward(std::nullopt_t) {} // NOLINT
+  template <std::integral T>
+  ReshardAfterForward(T value) // NOLINT
+      : kind_(std::same_as<T, bool> ? (value ? Kind::Yes : Kind::No) : Kind::Ranks),
+        ranks_(static_cast<int64_t>(value)) {}
+
+  bool is_auto() const {
+    return kind_ == Kind::Auto;
+  }
+  /// Over how many of a group's `size` ranks the parameters are divided after
+  /// forward; 0 keeps them whole. Throws ValueError unless a number divides
+  /// `size`.
+  int ranks(int size) const;
+
+ private:
+  enum class Kind : std::uint8_t { Auto, Yes, No, Ranks };
+  Kind kind_ = Kind::Auto;
+  int64_t ranks_ = 0;
+};
+
+/// Along which dim a parameter is sharded, and over which mesh: by default
+/// that of the call.
+struct ShardPlacement {
+  ShardPlacement(Shard shard, std::optional<DeviceMesh> over = std::nullopt) // NOLINT
+      : dim(shard.dim), mesh(std::move(over)) {}
+
+  int64_t dim = 0;
+  std::optional<DeviceMesh> mesh;
+};
+
+} // namespace fsdp

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+#include <fsdp/export.h>
+#include <fsdp/module_ref.h>
+
+namespace fsdp {
+
+namespace detail {
+
+/// Puts `source` into the module's parameter dict.
+FSDP_API void tie_entry(
+    torch::nn::Module& module,
+    const std::string& name,
+    const at::Tensor& member,
+    const at::Tensor& source);
+
+} // namespace detail
+
+/// Makes the weight of `module` the same tensor as that of `source`, as a
+/// member and in the parameter dict; assigning the member alone leaves another
+/// tensor in the dict, which would be sharded, saved and never trained.
+/// Before fully_shard; both must then be in one group.
+template <class Holder, class SourceHolder>
+void tie_weights(const Holder& module, const SourceHolder& source) {
+  detail::tie_entry(*module.ptr(), "weight", module.ptr()->weight, source.ptr()->weight);
+  module.ptr()->weight = source.ptr()->weight;
+}
+
+} // namespace fsdp

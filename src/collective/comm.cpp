@@ -1,0 +1,68 @@
+#include "collective/comm.h"
+
+#include <ATen/ATen.h>
+
+namespace fsdp {
+
+at::Tensor AllGather::allocate(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return at::empty(sizes, options);
+}
+
+at::Tensor ReduceScatter::allocate(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return at::empty(sizes, options);
+}
+
+namespace detail {
+
+namespace {
+
+// Always asynchronous: whoever needs the result waits for it.
+struct DefaultAllGather : AllGather {
+  Work operator()(
+      at::Tensor& out, const at::Tensor& in, ProcessGroup& group, bool /*async_op*/) override {
+    return group.all_gather_async(out, in);
+  }
+};
+
+struct DefaultReduceScatter : ReduceScatter {
+  Work operator()(
+      at::Tensor& out,
+      const at::Tensor& in,
+      ProcessGroup& group,
+      ReduceOp op,
+      bool /*async_op*/) override {
+    return group.reduce_scatter_async(out, in, op);
+  }
+};
+
+template <class Default>
+struct FromProcessGroup : Default {
+  explicit FromProcessGroup(ProcessGroup process_group) : group(std::move(process_group)) {}
+  at::Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) override {
+    return group.allocate(c10::multiply_integers(sizes), options).view(sizes);
+  }
+  const ProcessGroup group;
+};
+
+} // namespace
+
+std::shared_ptr<AllGather> default_all_gather() {
+  static const auto comm = std::make_shared<DefaultAllGather>();
+  return comm;
+}
+
+std::shared_ptr<ReduceScatter> default_reduce_scatter() {
+  static const auto comm = std::make_shared<DefaultReduceScatter>();
+  return comm;
+}
+
+std::shared_ptr<AllGather> process_group_all_gather(ProcessGroup group) {
+  return std::make_shared<FromProcessGroup<DefaultAllGather>>(std::move(group));
+}
+
+std::shared_ptr<ReduceScatter> process_group_reduce_scatter(ProcessGroup group) {
+  return std::make_shared<FromProcessGroup<DefaultReduceScatter>>(std::move(group));
+}
+
+} // namespace detail
+} // namespace fsdp

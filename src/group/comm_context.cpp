@@ -1,0 +1,93 @@
+#include "group/comm_context.h"
+
+#include <utility>
+
+#include "group/param_group.h"
+
+namespace fsdp::detail {
+
+void CommContext::lazy_init(c10::Device device) {
+  if (std::exchange(initialized_, true)) {
+    return;
+  }
+  // Before compute, so that a copy does not hold up what waits for it.
+  copy_in_ = new_stream(device, /*high_priority=*/true);
+  all_gather_ = new_stream(device, /*high_priority=*/true);
+  reduce_scatter_ = new_stream(device, /*high_priority=*/true);
+}
+
+// ------------------------------------------------------------ Gathers
+
+void CommContext::gather_after(const StreamEvent& event) {
+  event.block(copy_in_);
+  event.block(all_gather_);
+}
+
+GatherStreams CommContext::gather_streams(c10::Device device, bool own) const {
+  if (own && initialized_) {
+    return {copy_in_, all_gather_};
+  }
+  const auto current = optional_current_stream(device);
+  return {current, current};
+}
+
+void CommContext::park(Gathered gathered, StreamEvent copied_out) {
+  parked_ = Parked{std::move(gathered), std::move(copied_out)};
+}
+
+void CommContext::release_parked() {
+  if (parked_) {
+    release(parked_->copied_out);
+    parked_.reset();
+  }
+}
+
+void CommContext::release(const StreamEvent& copied_out) {
+  gather_after(copied_out);
+}
+
+// ------------------------------------------------------------ Reductions
+
+void CommContext::add_reduction(std::weak_ptr<FSDPParamGroup> group) {
+  reductions_.push_back(std::move(group));
+}
+
+void CommContext::finish_reductions(size_t max_left) {
+  while (reductions_.size() > max_left) {
+    const auto group = reductions_.front().lock();
+    reductions_.pop_front();
+    if (group) {
+      group->finish_reduction();
+    }
+  }
+}
+
+// ------------------------------------------------------------ Order
+
+void CommContext::record_forward(const std::shared_ptr<ForwardRecord>& record) {
+  while (!order_.empty() && order_.back().expired()) {
+    order_.pop_back(); // a forward without a backward leaves nothing behind
+  }
+  record->index = order_.size();
+  order_.push_back(record);
+}
+
+std::shared_ptr<ForwardRecord> CommContext::forward_before(const ForwardRecord& record) const {
+  if (record.index >= order_.size() || order_[record.index].lock().get() != &record) {
+    return nullptr; // of an iteration that has ended
+  }
+  for (size_t i = record.index; i > 0; --i) {
+    if (auto before = order_[i - 1].lock()) {
+      return before;
+    }
+  }
+  return nullptr;
+}
+
+void CommContext::reset() {
+  parked_.reset();
+  reductions_.clear();
+  order_.clear();
+}
+
+} // namespace fsdp::detail

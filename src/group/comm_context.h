@@ -1,0 +1,98 @@
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "collective/gather.h"
+#include "runtime/stream.h"
+
+namespace fsdp::detail {
+
+class FSDPParamGroup;
+
+/// One forward that a backward may go through. Owned by the autograd hook on
+/// its outputs, so that it ends with the graph.
+struct ForwardRecord {
+  std::vector<std::weak_ptr<FSDPParamGroup>> groups; // of one module
+  size_t index = 0;                                  // in the post-forward order
+};
+
+// Note [Who keeps communication buffers alive]
+//
+// Buffers are allocated on one stream and used on another, without telling the
+// allocator. So whoever drops the last reference must first make the stream of
+// the allocation wait for the last use:
+// - a gathered buffer (copy-in stream) is read by copy-out (compute). In forward
+//   it is parked here until the next group has been gathered, so that the next
+//   copy-in does not wait for this copy-out; in backward it is dropped at once,
+//   after the gather streams were made to wait.
+// - a reduce-scatter input (compute) is kept until a later group's post-backward
+//   makes compute wait for the reduction.
+// On the CPU there are no streams. There the same lists let a rank go on while
+// its peers work on a collective.
+
+/// What the groups of a tree of modules share: streams, buffers in flight, and
+/// the order of forwards.
+class CommContext {
+ public:
+  /// Makes the streams, once.
+  void lazy_init(c10::Device device);
+
+  /// What was written before now (by an optimizer, on the current stream) is
+  /// seen by the gathers to come; or what was before `event`.
+  void gather_after(const StreamEvent& event);
+
+  /// The streams for a gather: of their own in forward and backward, else (a
+  /// call by the user) the current one.
+  GatherStreams gather_streams(c10::Device device, bool own) const;
+
+  /// Keeps a gathered buffer whose copy-out has been enqueued; lets go of the
+  /// one before.
+  void park(Gathered gathered, StreamEvent copied_out);
+  void release_parked();
+  /// Lets go of a buffer at once.
+  void release(const StreamEvent& copied_out);
+
+  const OptionalStream& reduce_scatter_stream() const {
+    return reduce_scatter_;
+  }
+  /// Reductions that were started and not finished, oldest first. A group is
+  /// there once per reduction.
+  void add_reduction(std::weak_ptr<FSDPParamGroup> group);
+  /// Finishes the oldest until fewer than `max_reductions` are left.
+  void finish_reductions(size_t max_left);
+  size_t max_input_buffers = 1;
+
+  /// Appends to the order of forwards.
+  void record_forward(const std::shared_ptr<ForwardRecord>& record);
+  /// The last forward before this one whose backward may still come, or null.
+  std::shared_ptr<ForwardRecord> forward_before(const ForwardRecord& record) const;
+  size_t num_recorded() const {
+    return order_.size();
+  }
+  /// Ends of backward: what these groups were in is forgotten.
+  void forget_forwards() {
+    order_.clear();
+  }
+
+  /// Everything in flight is dropped, not waited for: the peers may be gone.
+  void reset();
+
+ private:
+  struct Parked {
+    Gathered gathered;
+    StreamEvent copied_out;
+  };
+
+  bool initialized_ = false;
+  OptionalStream copy_in_;
+  OptionalStream all_gather_;
+  OptionalStream reduce_scatter_;
+  std::optional<Parked> parked_;
+  std::deque<std::weak_ptr<FSDPParamGroup>> reductions_;
+  std::vector<std::weak_ptr<ForwardRecord>> order_;
+};
+
+} // namespace fsdp::detail

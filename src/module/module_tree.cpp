@@ -1,0 +1,168 @@
+#include "module/module_tree.h"
+
+#include <fsdp/call.h>
+#include <fsdp/hooked.h>
+#include <fsdp/tie_weights.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace fsdp::detail {
+
+namespace {
+
+std::string joined(const std::string& outer, const std::string& inner) {
+  return outer.empty() ? inner : outer + "." + inner;
+}
+
+void walk_from(
+    const std::string& name,
+    torch::nn::Module& module,
+    const std::function<void(const std::string&, torch::nn::Module&)>& visit) {
+  visit(name, module);
+  for (const auto& child : module.named_children()) {
+    walk_from(joined(name, child.key()), *child.value(), visit);
+  }
+}
+
+/// States of modules that are not hooked. They end some time after the module.
+struct Beside {
+  std::weak_ptr<torch::nn::Module> module;
+  std::shared_ptr<FSDPState> state;
+};
+std::mutex beside_mutex;
+std::map<const torch::nn::Module*, Beside> beside;
+
+/// A module's dict is protected, and has no setter.
+struct DictAccess : torch::nn::Module {
+  static torch::OrderedDict<std::string, at::Tensor>& of(torch::nn::Module& module) {
+    return module.*(&DictAccess::parameters_);
+  }
+};
+
+void check_member(
+    const std::string& module, const char* name, const at::Tensor& member, torch::nn::Module& in) {
+  const auto* entry = DictAccess::of(in).find(name);
+  TORCH_CHECK_VALUE(
+      !entry || !member.defined() || entry->is_same(member), "[fully_shard] '", module, ".", name,
+      "' is another tensor as a member than in the module's parameters: somebody assigned the "
+      "member. To tie weights, use fsdp::tie_weights(module, source)");
+}
+
+template <class... Impl>
+void check_weight_of(const std::string& name, torch::nn::Module& module) {
+  (
+      [&] {
+        if (const auto* impl = dynamic_cast<const Impl*>(&module)) {
+          check_member(name, "weight", impl->weight, module);
+        }
+      }(),
+      ...);
+}
+
+} // namespace
+
+void walk(
+    torch::nn::Module& root,
+    const std::function<void(const std::string&, torch::nn::Module&)>& visit) {
+  walk_from("", root, visit);
+}
+
+std::vector<std::pair<std::string, at::Tensor>> named_parameters(torch::nn::Module& root) {
+  std::vector<std::pair<std::string, at::Tensor>> params;
+  walk(root, [&](const std::string& name, torch::nn::Module& module) {
+    for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+      if (item.value().defined()) {
+        params.emplace_back(joined(name, item.key()), item.value());
+      }
+    }
+  });
+  return params;
+}
+
+std::shared_ptr<FSDPState> state_of(const torch::nn::Module& module) {
+  if (const auto* hookable = dynamic_cast<const Hookable*>(&module)) {
+    return hookable->fsdp_state;
+  }
+  std::lock_guard lock(beside_mutex);
+  const auto found = beside.find(&module);
+  // The address may have been given to another module.
+  return found != beside.end() && !found->second.module.expired() ? found->second.state : nullptr;
+}
+
+void set_state(torch::nn::Module& module, std::shared_ptr<FSDPState> state) {
+  if (auto* hookable = dynamic_cast<Hookable*>(&module)) {
+    hookable->fsdp_state = std::move(state);
+    return;
+  }
+  std::map<const torch::nn::Module*, Beside> ended; // outside the lock
+  std::lock_guard lock(beside_mutex);
+  for (auto it = beside.begin(); it != beside.end();) {
+    auto next = std::next(it);
+    if (it->second.module.expired()) {
+      ended.insert(beside.extract(it));
+    }
+    it = next;
+  }
+  beside[&module] = {module.shared_from_this(), std::move(state)};
+}
+
+Subtree look_below(torch::nn::Module& root) {
+  Subtree below;
+  walk(root, [&](const std::string& name, torch::nn::Module& module) {
+    if (auto state = state_of(module)) {
+      below.nodes.push_back({name, std::move(state)});
+    }
+  });
+  below.params = named_parameters(root);
+  return below;
+}
+
+void check_members(torch::nn::Module& root) {
+  namespace nn = torch::nn;
+  walk(root, [](const std::string& name, nn::Module& module) {
+    check_weight_of<
+        nn::LinearImpl, nn::BilinearImpl, nn::EmbeddingImpl, nn::EmbeddingBagImpl,
+        nn::LayerNormImpl, nn::GroupNormImpl, nn::Conv1dImpl, nn::Conv2dImpl, nn::Conv3dImpl>(
+        name, module);
+  });
+}
+
+std::string type_name(const torch::nn::Module& module) {
+  auto name = c10::demangle(typeid(module).name());
+  const std::string prefix = "fsdp::Hooked<";
+  if (name.rfind(prefix, 0) == 0) {
+    name = name.substr(prefix.size(), name.size() - prefix.size() - 1);
+  }
+  return name;
+}
+
+CallSite call_site(const torch::nn::Module& module) {
+  // A hooked module's forward passes through its own scope.
+  return {state_of(module), &module};
+}
+
+void tie_entry(
+    torch::nn::Module& module,
+    const std::string& name,
+    const at::Tensor& member,
+    const at::Tensor& source) {
+  for (const auto& tensor : {member, source}) {
+    TORCH_CHECK_VALUE(
+        !FSDPParam::find(tensor), "[tie_weights] '", name,
+        "' is sharded already; tie weights before fully_shard");
+  }
+  TORCH_CHECK_VALUE(
+      member.sizes() == source.sizes(), "[tie_weights] '", name, "' has sizes ", member.sizes(),
+      ", that of the source ", source.sizes());
+  auto* entry = DictAccess::of(module).find(name);
+  TORCH_CHECK_VALUE(entry, "[tie_weights] the module has no parameter '", name, "'");
+  *entry = source;
+}
+
+} // namespace fsdp::detail

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "state/fsdp_state.h"
+
+namespace fsdp::detail {
+
+/// Calls `visit(name, module)` for `root` ("") and the modules below it, in
+/// order; one that is registered twice is visited twice.
+void walk(
+    torch::nn::Module& root,
+    const std::function<void(const std::string&, torch::nn::Module&)>& visit);
+
+/// The parameters at and below `root`, by name; a shared one once per site.
+std::vector<std::pair<std::string, at::Tensor>> named_parameters(torch::nn::Module& root);
+
+/// The state that fully_shard gave this very module, or null.
+std::shared_ptr<FSDPState> state_of(const torch::nn::Module& module);
+/// Puts it into the module, or beside it where that is not hooked.
+void set_state(torch::nn::Module& module, std::shared_ptr<FSDPState> state);
+
+Subtree look_below(torch::nn::Module& root);
+
+/// Throws where a built-in module's member and its entry in the parameter dict
+/// are two tensors: somebody assigned the member to tie it.
+void check_members(torch::nn::Module& root);
+
+/// "BlockImpl", without fsdp::Hooked around it.
+std::string type_name(const torch::nn::Module& module);
+
+} // namespace fsdp::detail

@@ -1,0 +1,89 @@
+#include <fsdp/param.h>
+
+#include <fsdp/extension.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <map>
+#include <utility>
+
+#include "param/fsdp_param.h"
+
+namespace fsdp {
+
+namespace {
+
+detail::FSDPParam& managed(const at::Tensor& param, const char* function) {
+  auto* found = param.defined() ? detail::FSDPParam::find(param) : nullptr;
+  TORCH_CHECK_VALUE(
+      found, "[", function, "] this tensor is not a parameter that fully_shard manages");
+  return *found;
+}
+
+/// torch keeps one hook per tensor; this one is a list.
+struct PostAccumulateHooks : torch::autograd::PostAccumulateGradHook {
+  void operator()(const at::Tensor& tensor) override {
+    const auto now = hooks; // one may remove itself
+    for (const auto& [id, hook] : now) {
+      hook(tensor);
+    }
+  }
+
+  std::map<int, std::function<void(const at::Tensor&)>> hooks;
+  int next_id = 0;
+};
+
+DTensor with_placement(const at::Tensor& local, const detail::FSDPParam& param) {
+  return DTensor::from_local(
+      local, param.mesh(), {Shard{param.geometry().dim}}, param.geometry().sizes);
+}
+
+} // namespace
+
+DTensor as_dtensor(const at::Tensor& param) {
+  const auto& found = managed(param, "as_dtensor");
+  // What was put in its place since counts, as at the next gather.
+  return with_placement(found.was_replaced() ? param.detach() : found.sharded(), found);
+}
+
+DTensor as_dtensor_grad(const at::Tensor& param) {
+  const auto& found = managed(param, "as_dtensor_grad");
+  TORCH_CHECK_VALUE(
+      param.grad().defined(), "[as_dtensor_grad] parameter '", found.name(), "' has no gradient");
+  return with_placement(param.grad(), found);
+}
+
+void set_all_gather_extension(
+    const at::Tensor& param, std::shared_ptr<AllGatherExtension> extension) {
+  auto& found = managed(param, "set_all_gather_extension");
+  TORCH_CHECK_VALUE(
+      found.face() == detail::Face::Sharded, "[set_all_gather_extension] parameter '", found.name(),
+      "' is unsharded; reshard() its module first");
+  found.extension = std::move(extension);
+}
+
+RemovableHandle register_post_accumulate_grad_hook(
+    const at::Tensor& param, std::function<void(const at::Tensor&)> hook) {
+  TORCH_CHECK_VALUE(
+      param.defined() && param.is_leaf(),
+      "[register_post_accumulate_grad_hook] only leaf tensors accumulate gradients");
+  namespace impl = torch::autograd::impl;
+  auto* hooks = dynamic_cast<PostAccumulateHooks*>(impl::post_acc_grad_hooks(param).get());
+  if (!hooks) {
+    auto made = std::make_unique<PostAccumulateHooks>();
+    hooks = made.get();
+    impl::set_post_acc_grad_hooks(param, std::move(made));
+  }
+  const int id = hooks->next_id++;
+  hooks->hooks.emplace(id, std::move(hook));
+  return RemovableHandle([weak = c10::weak_intrusive_ptr(param.getIntrusivePtr()), id] {
+    if (const auto alive = weak.lock()) {
+      auto& installed = impl::post_acc_grad_hooks(at::Tensor(alive));
+      if (auto* list = dynamic_cast<PostAccumulateHooks*>(installed.get())) {
+        list->hooks.erase(id);
+      }
+    }
+  });
+}
+
+} // namespace fsdp

@@ -1,0 +1,360 @@
+// How gradients are divided and shards are sent: factors, custom ones, extensions.
+#include <fsdp/call.h>
+#include <fsdp/debug.h>
+#include <fsdp/tie_weights.h>
+
+#include "state/fsdp_state.h"
+#include "support/sharded.h"
+
+namespace fsdp {
+namespace {
+
+using namespace test;
+
+torch::Tensor transformer_loss(Transformer& net, int step) {
+  return net(random_tokens(step, {2, 16}, net->args.vocab_size)).sum();
+}
+
+void shard_transformer(Transformer& net, const FullyShardOptions& options = {}) {
+  for (auto& block : net->blocks) {
+    fully_shard(block, options);
+  }
+  fully_shard(net, options);
+}
+
+// ------------------------------------------------------------ Gradient division
+
+TEST(Training, DivideFactorsAreOfOneModuleAlone) {
+  run_ranks(4, [](int) {
+    for (const double factor : {8.0, 4.0}) {
+      auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0, .weight_tying = false});
+      auto reference = seeded<Transformer>(ModelArgs{.dropout_p = 0, .weight_tying = false});
+      shard_transformer(net, {.reshard_after_forward = false});
+      FSDPModule::of(net).set_gradient_divide_factor(factor);
+      torch::optim::AdamW sharded_optimizer(net->parameters(), 1e-2);
+      torch::optim::AdamW optimizer(reference->parameters(), 1e-2);
+      for (int step = 0; step < 5; ++step) {
+        auto loss = transformer_loss(net, step);
+        auto expected = transformer_loss(reference, step);
+        EXPECT_TRUE(near(loss.detach(), expected.detach(), 1e-5));
+        loss.backward();
+        expected.backward();
+        for (const auto& item : reference->named_parameters()) {
+          const bool in_block = item.key().find("layers.") == 0;
+          default_group().all_reduce(item.value().grad());
+          item.value().mutable_grad().div_(in_block ? 4.0 : factor);
+        }
+        expect_parity(*net, *reference);
+        sharded_optimizer.step();
+        optimizer.step();
+        sharded_optimizer.zero_grad();
+        optimizer.zero_grad();
+      }
+    }
+  });
+}
+
+struct RecordingReduceScatter : ReduceScatter {
+  Work operator()(
+      torch::Tensor& out,
+      const torch::Tensor& in,
+      ProcessGroup& group,
+      ReduceOp op,
+      bool) override {
+    ops.push_back(op);
+    return group.reduce_scatter_async(out, in, op);
+  }
+  torch::Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) override {
+    ++allocations;
+    return ReduceScatter::allocate(sizes, options);
+  }
+  std::vector<ReduceOp> ops;
+  int allocations = 0;
+};
+
+TEST(Training, ForcedSumsGoOverTheWireAsSums) {
+  run_ranks(2, [](int) {
+    for (const bool force_sum : {false, true}) {
+      auto net = seeded<MLP>(6);
+      auto reference = seeded<MLP>(6);
+      auto root = fully_shard(net);
+      auto comm = std::make_shared<RecordingReduceScatter>();
+      root.set_custom_reduce_scatter(comm);
+      root.set_force_sum_reduction_for_comms(force_sum);
+      train_and_compare(
+          net, reference,
+          [](MLP& each, int step) { return each(random_batch(step, {2, 6})).sum(); }, 2);
+      ASSERT_EQ(comm->ops.size(), 2u);
+      EXPECT_EQ(comm->ops[0].kind(), force_sum ? ReduceOp::Sum : ReduceOp::Avg);
+      EXPECT_EQ(comm->allocations, 4);
+    }
+  });
+}
+
+TEST(Training, OneRankDividesOnceAndOnlyIfItMust) {
+  run_ranks(1, [](int) {
+    for (const std::optional<double> factor : {std::optional<double>(), {1.0}, {2.0}}) {
+      for (const bool force_sum : {false, true}) {
+        auto net = seeded<Linear>(torch::nn::LinearOptions(8, 4).bias(false));
+        auto handle = fully_shard(net);
+        if (factor) {
+          handle.set_gradient_divide_factor(*factor);
+        }
+        handle.set_force_sum_reduction_for_comms(force_sum);
+        net(torch::ones({3, 8})).sum().backward();
+        EXPECT_SAME(net->weight.grad(), torch::full({4, 8}, 3 / factor.value_or(1)));
+      }
+    }
+  });
+}
+
+// ------------------------------------------------------------ Custom communication
+
+struct CountingAllGather : AllGather {
+  Work operator()(
+      torch::Tensor& out, const torch::Tensor& in, ProcessGroup& group, bool async_op) override {
+    ++calls;
+    if (!async_op) {
+      group.all_gather(out, in);
+      return {};
+    }
+    return group.all_gather_async(out, in);
+  }
+  int calls = 0;
+};
+
+TEST(Comms, CustomOnesAreUsed) {
+  run_ranks(2, [](int) {
+    auto net = seeded<Stack>(6);
+    auto reference = seeded<Stack>(6);
+    auto gather = std::make_shared<CountingAllGather>();
+    auto reduce = std::make_shared<RecordingReduceScatter>();
+    for (auto& mlp : net->mlps) {
+      auto handle = fully_shard(mlp);
+      handle.set_custom_all_gather(gather);
+      handle.set_custom_reduce_scatter(reduce);
+    }
+    fully_shard(net);
+    train_and_compare(
+        net, reference,
+        [](Stack& each, int step) { return each(random_batch(step, {2, 6})).sum(); }, 3);
+    EXPECT_EQ(gather->calls, 3 * 6);
+    EXPECT_EQ(reduce->ops.size(), 9u);
+  });
+}
+
+TEST(Comms, MemoryOfTheProcessGroupOrACustomCommNotBoth) {
+  run_ranks(2, [](int) {
+    auto net = seeded<MLP>(6);
+    auto reference = seeded<MLP>(6);
+    auto handle = fully_shard(net);
+    handle.set_allocate_memory_from_process_group_for_comm(true);
+    train_and_compare(
+        net, reference, [](MLP& each, int step) { return each(random_batch(step, {2, 6})).sum(); },
+        2);
+    handle.set_custom_all_gather(std::make_shared<CountingAllGather>());
+    EXPECT_TRUE(contains(
+        message_of<c10::ValueError>(
+            [&] { handle.set_allocate_memory_from_process_group_for_comm(true); }),
+        "cannot call set_allocate_memory_from_process_group"));
+    auto third = seeded<MLP>(6);
+    auto reducing = fully_shard(third);
+    reducing.set_custom_reduce_scatter(std::make_shared<RecordingReduceScatter>());
+    EXPECT_TRUE(contains(
+        message_of<c10::ValueError>(
+            [&] { reducing.set_allocate_memory_from_process_group_for_comm(true); }),
+        "the reduce-scatter of group"));
+  });
+}
+
+TEST(Comms, ASeparateGroupForReductionsAndMoreBuffers) {
+  run_ranks(4, [](int) {
+    for (const int buffers : {1, 2, 3}) {
+      auto net = seeded<Transformer>(ModelArgs{.n_layers = 4, .dropout_p = 0});
+      auto reference = seeded<Transformer>(ModelArgs{.n_layers = 4, .dropout_p = 0});
+      shard_transformer(net);
+      auto root = FSDPModule::of(net);
+      root.set_separate_reduce_scatter_group();
+      root.set_reduce_scatter_max_input_buffers(1);
+      FSDPModule::of(net->blocks[0]).set_reduce_scatter_max_input_buffers(buffers, false);
+      CommDebugMode comm;
+      train_and_compare(net, reference, transformer_loss, 3);
+      const auto group = [](TransformerBlock& block) {
+        return block.get()->fsdp_state->groups().front();
+      };
+      EXPECT_EQ(net.get()->fsdp_state->comm().max_input_buffers, static_cast<size_t>(buffers));
+      EXPECT_EQ(group(net->blocks[0])->max_input_buffers, static_cast<size_t>(buffers));
+      EXPECT_EQ(group(net->blocks[1])->max_input_buffers, 1u);
+      std::string gathers, reductions;
+      for (const auto& call : comm.calls()) {
+        if (call.op == "all_gather") {
+          gathers = call.group;
+        } else if (call.op == "reduce_scatter") {
+          reductions = call.group;
+        }
+      }
+      EXPECT_NE(gathers, reductions);
+      root.set_separate_reduce_scatter_group(false);
+      train_and_compare(net, reference, transformer_loss, 1);
+    }
+  });
+}
+
+TEST(Comms, PostAccumulateGradHooksRunOnceWithTheReducedGradient) {
+  run_ranks(2, [](int) {
+    auto net = seeded<MLP>(8);
+    auto reference = seeded<MLP>(8);
+    fully_shard(net->in_proj);
+    fully_shard(net->out_proj);
+    fully_shard(net);
+    std::map<const at::TensorImpl*, int> calls;
+    std::vector<RemovableHandle> handles;
+    for (const auto& param : net->parameters()) {
+      handles.push_back(register_post_accumulate_grad_hook(param, [&](const torch::Tensor& p) {
+        ++calls[p.unsafeGetTensorImpl()];
+        EXPECT_EQ(p.grad().sizes(), p.sizes());
+      }));
+    }
+    net(random_batch(0, {2, 8})).sum().backward();
+    EXPECT_EQ(calls.size(), 4u);
+    for (const auto& [impl, count] : calls) {
+      EXPECT_EQ(count, 1);
+    }
+    for (auto& handle : handles) {
+      handle.remove();
+      handle.remove();
+    }
+    net(random_batch(0, {2, 8})).sum().backward();
+    EXPECT_EQ(calls.begin()->second, 1);
+  });
+}
+
+TEST(Comms, AnOptimizerInBackwardEqualsOneAfterIt) {
+  run_ranks(2, [](int) {
+    auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0});
+    auto other = seeded<Transformer>(ModelArgs{.dropout_p = 0});
+    shard_transformer(net);
+    shard_transformer(other);
+    std::map<const at::TensorImpl*, std::unique_ptr<torch::optim::AdamW>> optimizers;
+    for (const auto& param : unique_parameters(*net)) {
+      optimizers[param.unsafeGetTensorImpl()] =
+          std::make_unique<torch::optim::AdamW>(std::vector{param}, 1e-2);
+      register_post_accumulate_grad_hook(param, [&](const torch::Tensor& p) {
+        auto& optimizer = *optimizers.at(p.unsafeGetTensorImpl());
+        optimizer.step();
+        optimizer.zero_grad();
+      });
+    }
+    torch::optim::AdamW optimizer(unique_parameters(*other), 1e-2);
+    for (int step = 0; step < 10; ++step) {
+      auto loss = transformer_loss(net, step);
+      auto expected = transformer_loss(other, step);
+      EXPECT_SAME(loss.detach(), expected.detach());
+      loss.backward();
+      expected.backward();
+      optimizer.step();
+      optimizer.zero_grad();
+      const auto whole = other->named_parameters();
+      for (const auto& item : net->named_parameters()) {
+        EXPECT_SAME(item.value().detach(), whole[item.key()].detach());
+      }
+    }
+  });
+}
+
+// ------------------------------------------------------------ Extensions
+
+/// Sends bf16 instead of float, or two halves of it.
+struct Bf16Gather : AllGatherExtension {
+  AllGatherPayload pre_all_gather(const torch::Tensor& shard, const AllGatherInfo& info) override {
+    EXPECT_EQ(info.sizes.size(), static_cast<size_t>(shard.dim()));
+    EXPECT_EQ(shard.size(0), (info.sizes[0] + info.mesh.size() - 1) / info.mesh.size()); // padded
+    ++calls;
+    const auto high = shard.to(torch::kBFloat16);
+    return {{high, (shard - high.to(torch::kFloat)).to(torch::kHalf)}, info.name};
+  }
+  void post_all_gather(
+      const std::vector<torch::Tensor>& outputs,
+      const std::any& metadata,
+      const AllGatherInfo& info,
+      torch::Tensor& out) override {
+    EXPECT_EQ(std::any_cast<std::string>(metadata), info.name);
+    EXPECT_EQ(outputs.size(), 2u);
+    const auto rows = outputs[0].narrow(0, 0, info.sizes[0]).to(torch::kFloat) +
+                      outputs[1].narrow(0, 0, info.sizes[0]).to(torch::kFloat);
+    out.copy_(rows);
+  }
+  int calls = 0;
+};
+
+TEST(Extensions, TrainOnWhatWasSent) {
+  for (const int n : {1, 2, 8}) {
+    run_ranks(n, [](int) {
+      for (const bool reshard : {true, false}) {
+        auto net = seeded<Stack>(3); // weights (12, 3) and (3, 12): uneven, and empty on 8
+        auto reference = seeded<Stack>(3);
+        for (auto& mlp : net->mlps) {
+          fully_shard(mlp, {.reshard_after_forward = reshard});
+        }
+        fully_shard(net, {.reshard_after_forward = reshard});
+        auto extension = std::make_shared<Bf16Gather>();
+        for (auto& mlp : net->mlps) {
+          set_all_gather_extension(mlp->in_proj->weight, extension);
+          set_all_gather_extension(mlp->out_proj->weight, extension);
+        }
+        // The two halves make 19 bits of the 24.
+        torch::optim::SGD sharded_optimizer(net->parameters(), 1e-2);
+        torch::optim::SGD optimizer(reference->parameters(), 1e-2);
+        for (int step = 0; step < 3; ++step) {
+          auto loss = net(random_batch(step, {2, 3})).sum();
+          auto expected = reference(random_batch(step, {2, 3})).sum();
+          loss.backward();
+          expected.backward();
+          average_gradients(*reference);
+          expect_parity(*net, *reference, 2e-3);
+          sharded_optimizer.step();
+          optimizer.step();
+          sharded_optimizer.zero_grad();
+          optimizer.zero_grad();
+        }
+        EXPECT_EQ(extension->calls, reshard ? 3 * 2 * 6 : 3 * 6);
+        // Taken away again, it is exact.
+        for (auto& mlp : net->mlps) {
+          set_all_gather_extension(mlp->in_proj->weight, nullptr);
+          set_all_gather_extension(mlp->out_proj->weight, nullptr);
+        }
+        net->mlps[0](random_batch(0, {2, 3}));
+        EXPECT_EQ(extension->calls, reshard ? 3 * 2 * 6 : 3 * 6);
+      }
+    });
+  }
+}
+
+TEST(Extensions, SendFewerBytes) {
+  struct Half : AllGatherExtension {
+    AllGatherPayload pre_all_gather(const torch::Tensor& shard, const AllGatherInfo&) override {
+      return {{shard.to(torch::kHalf)}};
+    }
+    void post_all_gather(
+        const std::vector<torch::Tensor>& outputs,
+        const std::any&,
+        const AllGatherInfo&,
+        torch::Tensor& out) override {
+      out.copy_(outputs[0]);
+    }
+  };
+  run_ranks(2, [](int) {
+    auto net = seeded<Linear>(torch::nn::LinearOptions(8, 8).bias(false));
+    fully_shard(net, {.reshard_after_forward = true});
+    CommDebugMode comm;
+    net(random_batch(0, {2, 8})).sum().backward();
+    EXPECT_EQ(comm.bytes("all_gather"), 2 * 4 * 64);
+    set_all_gather_extension(net->weight, std::make_shared<Half>());
+    comm.clear();
+    net(random_batch(0, {2, 8})).sum().backward();
+    EXPECT_EQ(comm.bytes("all_gather"), 2 * 2 * 64);
+  });
+}
+
+} // namespace
+} // namespace fsdp

@@ -1,0 +1,561 @@
+// In which order groups are gathered, freed and reduced, and how often: the
+// sequences of FSDP2's own tests, line by line.
+#include <fsdp/debug.h>
+
+#include "support/sharded.h"
+
+namespace fsdp {
+namespace {
+
+using namespace test;
+using Lines = std::vector<std::string>;
+
+/// "U layers.0 f" for short; the root is "-".
+Lines short_form(const EventLog& log, const std::string& kinds = "URP") {
+  Lines lines;
+  for (const auto& event : log.events()) {
+    const char kind = "URP"[static_cast<int>(event.kind)];
+    if (kinds.find(kind) == std::string::npos) {
+      continue;
+    }
+    std::string line = {kind};
+    line += " " + (event.module.empty() ? "-" : event.module);
+    if (kind != 'P') {
+      line += event.state == TrainingState::Forward       ? " f"
+              : event.state == TrainingState::PreBackward ? " b"
+                                                          : " p";
+    } else {
+      EXPECT_EQ(event.state, TrainingState::PostBackward);
+    }
+    lines.push_back(line);
+  }
+  return lines;
+}
+
+Transformer make_transformer(
+    int64_t layers, const ReshardAfterForward& reshard, bool weight_tying = true) {
+  auto net = seeded<Transformer>(
+      ModelArgs{.n_layers = layers, .dropout_p = 0, .weight_tying = weight_tying});
+  for (auto& block : net->blocks) {
+    fully_shard(block, {.reshard_after_forward = reshard});
+  }
+  fully_shard(net, {.reshard_after_forward = reshard});
+  return net;
+}
+
+torch::Tensor loss_of(Transformer& net, int step = 0) {
+  return net(random_tokens(step, {2, 16}, 8)).sum();
+}
+
+struct Reshard {
+  ReshardAfterForward value;
+  std::string name;
+};
+const std::vector<Reshard> kReshards{
+    {true, "true"}, {false, "false"}, {2, "2"}, {std::nullopt, "auto"}};
+
+// ------------------------------------------------------------ Order
+
+TEST(Events, OneForwardAndOneBackward) {
+  run_ranks(4, [](int) {
+    for (const auto& [reshard, name] : kReshards) {
+      SCOPED_TRACE(name);
+      auto net = make_transformer(3, reshard);
+      torch::optim::Adam optimizer(unique_parameters(*net), 1e-2);
+      Lines backward{"U layers.2 b", "U layers.1 b", "P layers.2", "U layers.0 b",
+                     "P layers.1",   "P layers.0",   "P -"};
+      if (name == "true" || name == "2") {
+        backward.insert(backward.begin(), "U - b");
+      } else if (name == "false") {
+        backward = {"P layers.2", "P layers.1", "P layers.0", "P -"};
+      }
+      for (int step = 0; step < 3; ++step) {
+        EventLog log;
+        auto loss = loss_of(net, step);
+        EXPECT_EQ(
+            short_form(log, "UP"),
+            (Lines{"U - f", "U layers.0 f", "U layers.1 f", "U layers.2 f"}));
+        log.clear();
+        loss.backward();
+        EXPECT_EQ(short_form(log, "UP"), backward);
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+    }
+  });
+}
+
+TEST(Events, TwoForwardsThenOneBackward) {
+  run_ranks(4, [](int) {
+    const Lines forward{"U - f", "U layers.0 f", "U layers.1 f", "U layers.2 f"};
+    const Lines layers{"U layers.2 b", "U layers.1 b", "P layers.2",
+                       "U layers.0 b", "P layers.1",   "P layers.0"};
+    for (const auto& [reshard, name] : kReshards) {
+      SCOPED_TRACE(name);
+      auto net = make_transformer(3, reshard);
+      Lines forwards = forward;
+      Lines backward;
+      if (name == "false") {
+        backward = {"P layers.2", "P layers.1", "P layers.0"};
+      } else {
+        forwards.insert(forwards.end(), forward.begin() + (name == "auto"), forward.end());
+        backward = layers;
+        if (name != "auto") {
+          backward.insert(backward.begin(), "U - b");
+        }
+      }
+      backward.insert(backward.end(), layers.begin(), layers.end());
+      backward.push_back("P -");
+      for (int step = 0; step < 2; ++step) {
+        EventLog log;
+        auto loss = loss_of(net, step) + loss_of(net, step + 10);
+        EXPECT_EQ(short_form(log, "UP"), forwards);
+        log.clear();
+        loss.backward();
+        EXPECT_EQ(short_form(log, "UP"), backward);
+      }
+    }
+  });
+}
+
+struct TwoPartsImpl : torch::nn::Module {
+  TwoPartsImpl()
+      : first(register_module("0", linear(8, 8))), second(register_module("1", DoubleLinear(8))) {}
+  std::vector<torch::Tensor> forward(const torch::Tensor& x) {
+    return second(first(x));
+  }
+  Linear first;
+  DoubleLinear second;
+};
+FSDP_MODULE(TwoParts);
+
+TEST(Events, AModuleThatOneOfTwoBackwardsDoesNotUse) {
+  run_ranks(2, [](int) {
+    auto net = seeded<TwoParts>();
+    auto reference = seeded<TwoParts>();
+    fully_shard(net->first);
+    fully_shard(net->second->lin1, {.reshard_after_forward = true});
+    fully_shard(net->second->lin2, {.reshard_after_forward = true});
+    auto root = fully_shard(net, {.reshard_after_forward = true});
+    for (int step = 0; step < 2; ++step) {
+      EventLog log;
+      const auto outputs = net(random_batch(step, {4, 8}));
+      EXPECT_EQ(short_form(log, "UP"), (Lines{"U 0 f", "U 1.lin1 f", "U 1.lin2 f"}));
+      log.clear();
+      root.set_is_last_backward(false);
+      outputs[1].sum().backward({}, /*retain_graph=*/true);
+      EXPECT_EQ(
+          short_form(log, "UP"),
+          (Lines{"U 1.lin2 b", "U 1.lin1 b", "P 1.lin2", "U 0 b", "P 0", "P 1.lin1"}));
+      log.clear();
+      root.set_is_last_backward(true);
+      outputs[0].sum().backward();
+      EXPECT_EQ(short_form(log, "UP"), (Lines{"U 0 b", "P 1.lin1", "P 0", "P 1.lin2"}));
+      const auto expected = reference(random_batch(step, {4, 8}));
+      (expected[0].sum() + expected[1].sum()).backward();
+    }
+    average_gradients(*reference);
+    expect_parity(*net, *reference);
+  });
+}
+
+const Lines kDefaultBackward{"U - b",        "U layers.3 b", "U layers.2 b", "R layers.3 p",
+                             "P layers.3",   "U layers.1 b", "R layers.2 p", "P layers.2",
+                             "U layers.0 b", "R layers.1 p", "P layers.1",   "R layers.0 p",
+                             "P layers.0",   "R - p",        "P -"};
+
+TEST(Events, ForwardPrefetchLists) {
+  run_ranks(4, [](int) {
+    auto net = make_transformer(4, true);
+    const auto set = [&](size_t ahead) {
+      for (size_t i = 0; i + ahead < net->blocks.size(); ++i) {
+        std::vector<FSDPModule> next;
+        for (size_t k = 1; k <= ahead; ++k) {
+          next.push_back(FSDPModule::of(net->blocks[i + k]));
+        }
+        FSDPModule::of(net->blocks[i]).set_modules_to_forward_prefetch(next);
+      }
+    };
+    const auto check = [&](const Lines& forward) {
+      EventLog log;
+      auto loss = loss_of(net);
+      EXPECT_EQ(short_form(log), forward);
+      log.clear();
+      loss.backward();
+      EXPECT_EQ(short_form(log), kDefaultBackward);
+    };
+    set(1);
+    check(
+        {"U - f", "U layers.0 f", "U layers.1 f", "R layers.0 f", "U layers.2 f", "R layers.1 f",
+         "U layers.3 f", "R layers.2 f", "R layers.3 f", "R - f"});
+    set(2);
+    check(
+        {"U - f", "U layers.0 f", "U layers.1 f", "U layers.2 f", "R layers.0 f", "U layers.3 f",
+         "R layers.1 f", "R layers.2 f", "R layers.3 f", "R - f"});
+  });
+}
+
+TEST(Events, BackwardPrefetchLists) {
+  run_ranks(4, [](int) {
+    auto net = make_transformer(4, true);
+    const auto set = [&](size_t ahead) {
+      for (size_t i = ahead; i < net->blocks.size(); ++i) {
+        std::vector<FSDPModule> next;
+        for (size_t k = 1; k <= ahead; ++k) {
+          next.push_back(FSDPModule::of(net->blocks[i - k]));
+        }
+        FSDPModule::of(net->blocks[i]).set_modules_to_backward_prefetch(next);
+      }
+    };
+    const auto check = [&](const Lines& backward) {
+      EventLog log;
+      auto loss = loss_of(net);
+      EXPECT_EQ(
+          short_form(log),
+          (Lines{
+              "U - f", "U layers.0 f", "R layers.0 f", "U layers.1 f", "R layers.1 f",
+              "U layers.2 f", "R layers.2 f", "U layers.3 f", "R layers.3 f", "R - f"}));
+      log.clear();
+      loss.backward();
+      EXPECT_EQ(short_form(log), backward);
+    };
+    set(1);
+    check(kDefaultBackward);
+    set(2);
+    check(
+        {"U - b", "U layers.3 b", "U layers.2 b", "U layers.1 b", "R layers.3 p", "P layers.3",
+         "U layers.0 b", "R layers.2 p", "P layers.2", "R layers.1 p", "P layers.1", "R layers.0 p",
+         "P layers.0", "R - p", "P -"});
+  });
+}
+
+TEST(Events, GroupsOfSeveralModules) {
+  run_ranks(2, [](int) {
+    auto net = seeded<Transformer>(ModelArgs{.n_layers = 5, .dropout_p = 0, .weight_tying = false});
+    auto reference =
+        seeded<Transformer>(ModelArgs{.n_layers = 5, .dropout_p = 0, .weight_tying = false});
+    auto& blocks = net->blocks;
+    fully_shard(blocks[0]);
+    fully_shard({blocks[1], blocks[2]});
+    fully_shard(std::vector<TransformerBlock>{blocks[3], blocks[4]}); // any range
+    fully_shard({net->tok_embeddings, net->pos_embeddings});
+    fully_shard({net->norm, net->output}, {.reshard_after_forward = false});
+    fully_shard(net);
+    const Lines forward{
+        "U tok_embeddings, pos_embeddings f", "U layers.0 f", "U layers.1, layers.2 f",
+        "U layers.3, layers.4 f", "U norm, output f"};
+    const Lines backward{
+        "U layers.3, layers.4 b",
+        "P norm, output",
+        "U layers.1, layers.2 b",
+        "P layers.3, layers.4",
+        "U layers.0 b",
+        "P layers.1, layers.2",
+        "U tok_embeddings, pos_embeddings b",
+        "P layers.0",
+        "P tok_embeddings, pos_embeddings"};
+    for (int step = 0; step < 3; ++step) {
+      EventLog log;
+      auto loss = loss_of(net, step);
+      EXPECT_EQ(short_form(log, "UP"), forward);
+      log.clear();
+      loss.backward();
+      EXPECT_EQ(short_form(log, "UP"), backward);
+    }
+    net->zero_grad();
+    train_and_compare(
+        net, reference, [](Transformer& each, int step) { return loss_of(each, step); });
+  });
+}
+
+struct HalfUsedImpl : torch::nn::Module {
+  HalfUsedImpl()
+      : unused_lin(register_module("unused_lin", linear(1, 1))),
+        lin(register_module("lin", linear(16, 16))) {}
+  torch::Tensor forward(const torch::Tensor& x) {
+    return torch::relu(lin(x));
+  }
+  Linear unused_lin, lin;
+};
+FSDP_MODULE(HalfUsed);
+
+struct HalvesImpl : torch::nn::Module {
+  HalvesImpl()
+      : first(register_module("0", HalfUsed())),
+        second(register_module("1", HalfUsed())),
+        last(register_module("2", linear(16, 16))) {}
+  torch::Tensor forward(const torch::Tensor& x) {
+    return last(second(first(x)));
+  }
+  HalfUsed first, second;
+  Linear last;
+};
+FSDP_MODULE(Halves);
+
+TEST(Events, AGroupWhoseModulesDoNotAllRun) {
+  run_ranks(2, [](int) {
+    auto net = seeded<Halves>();
+    auto reference = seeded<Halves>();
+    for (auto* half : {&net->first, &net->second}) {
+      fully_shard({(*half)->unused_lin, (*half)->lin}, {.reshard_after_forward = true});
+    }
+    fully_shard(net);
+    const auto loss_of = [](Halves& each, int step) {
+      return each(random_batch(step, {2, 16})).sum();
+    };
+    for (int step = 0; step < 3; ++step) {
+      EventLog log;
+      auto loss = loss_of(net, step);
+      EXPECT_EQ(
+          short_form(log, "UP"),
+          (Lines{"U - f", "U 0.unused_lin, 0.lin f", "U 1.unused_lin, 1.lin f"}));
+      log.clear();
+      loss.backward();
+      EXPECT_EQ(
+          short_form(log, "UP"), (Lines{
+                                     "U 1.unused_lin, 1.lin b", "U 0.unused_lin, 0.lin b",
+                                     "P 1.unused_lin, 1.lin", "P -", "P 0.unused_lin, 0.lin"}));
+    }
+    net->zero_grad();
+    train_and_compare(net, reference, loss_of);
+  });
+}
+
+TEST(Events, AWrongPrefetchIsDropped) {
+  run_ranks(2, [](int) {
+    auto net = seeded<MLP>(16);
+    auto reference = seeded<MLP>(16);
+    auto in_proj = fully_shard(net->in_proj);
+    auto out_proj = fully_shard(net->out_proj);
+    fully_shard(net);
+    in_proj.set_modules_to_backward_prefetch({out_proj}); // has been through backward
+    train_and_compare(net, reference, [](MLP& each, int step) {
+      return each(random_batch(step, {4, 16})).sum();
+    });
+    EXPECT_FALSE(out_proj.is_unsharded());
+  });
+}
+
+// ------------------------------------------------------------ Counts
+
+TEST(Counts, PerForwardAndBackward) {
+  run_ranks(4, [](int) {
+    for (const auto& [reshard, name] : kReshards) {
+      SCOPED_TRACE(name);
+      auto net = make_transformer(2, reshard); // 3 groups
+      CommDebugMode comm;
+      auto loss = loss_of(net);
+      EXPECT_EQ(comm.count("all_gather"), 3);
+      EXPECT_EQ(comm.total(), 3);
+      comm.clear();
+      loss.backward();
+      const int gathers = name == "false" ? 0 : name == "auto" ? 2 : 3;
+      EXPECT_EQ(comm.count("all_gather"), gathers);
+      EXPECT_EQ(comm.count("reduce_scatter"), 3);
+      EXPECT_EQ(comm.total(), gathers + 3);
+    }
+  });
+}
+
+TEST(Counts, AreByModuleAndInBytes) {
+  run_ranks(2, [](int) {
+    auto net = seeded<MLP>(4); // 4*16 + 16 and 16*4 + 4 elements
+    fully_shard(net->in_proj);
+    fully_shard(net->out_proj);
+    fully_shard(net);
+    CommDebugMode comm;
+    net(random_batch(0, {2, 4})).sum().backward();
+    // in_proj and out_proj twice, since the root has nothing
+    EXPECT_EQ(comm.bytes("all_gather"), 2 * 4 * (80 + 68));
+    EXPECT_EQ(comm.bytes("reduce_scatter"), 4 * (80 + 68));
+    std::vector<std::string> modules;
+    for (const auto& call : comm.calls()) {
+      modules.push_back(call.op + " " + call.module);
+    }
+    EXPECT_EQ(
+        modules, (Lines{
+                     "all_gather in_proj", "all_gather out_proj", "all_gather out_proj",
+                     "all_gather in_proj", "reduce_scatter out_proj", "reduce_scatter in_proj"}));
+  });
+}
+
+TEST(Counts, ManualReshardAfterForwardsThatKeep) {
+  run_ranks(2, [](int) {
+    auto net = make_transformer(2, false);
+    auto loss = loss_of(net);
+    for (auto& block : net->blocks) {
+      FSDPModule::of(block).reshard();
+    }
+    FSDPModule::of(net).reshard();
+    CommDebugMode comm;
+    loss.backward();
+    EXPECT_EQ(comm.count("all_gather"), 3);
+    EXPECT_EQ(comm.count("reduce_scatter"), 3);
+  });
+}
+
+TEST(Counts, SetReshardAfterForward) {
+  run_ranks(2, [](int) {
+    const auto gathers = [](std::optional<bool> set, bool recurse) {
+      auto net =
+          make_transformer(2, set ? ReshardAfterForward(!*set) : ReshardAfterForward(std::nullopt));
+      if (set) {
+        FSDPModule::of(net).set_reshard_after_forward(*set, recurse);
+      }
+      auto loss = loss_of(net);
+      CommDebugMode comm;
+      loss.backward();
+      EXPECT_EQ(comm.count("reduce_scatter"), 3);
+      return comm.count("all_gather");
+    };
+    EXPECT_EQ(gathers(true, true), 3);
+    EXPECT_EQ(gathers(true, false), 1);
+    EXPECT_EQ(gathers(false, true), 0);
+    EXPECT_EQ(gathers(false, false), 2);
+    EXPECT_EQ(gathers({}, true), 2);
+  });
+}
+
+struct LinearThenMLPsImpl : torch::nn::Module {
+  LinearThenMLPsImpl() : first(register_module("0", linear(32, 32))) {
+    for (int i = 1; i <= 3; ++i) {
+      mlps.push_back(register_module(std::to_string(i), MLP(32)));
+    }
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    x = first(x);
+    for (auto& mlp : mlps) {
+      x = mlp(x);
+    }
+    return x;
+  }
+  Linear first;
+  std::vector<MLP> mlps;
+};
+FSDP_MODULE(LinearThenMLPs);
+
+struct Accumulation {
+  std::string mode; // whose flags are set
+  ReshardAfterForward reshard;
+  bool reshard_after_backward;
+  int gathers;
+  int reductions;
+};
+
+TEST(Counts, GradientAccumulation) {
+  const std::vector<Accumulation> cases{
+      {"all", true, true, 24, 4},          {"all", 2, true, 24, 4},
+      {"all", false, true, 12, 4},         {"all", false, false, 4, 4},
+      {"some_mlps", true, true, 24, 8},    {"some_mlps", 2, true, 24, 8},
+      {"some_mlps", false, true, 12, 8},   {"root_only", true, true, 24, 10},
+      {"root_only", 2, true, 24, 10},      {"root_only", false, true, 12, 10},
+      {"root_only", false, false, 10, 10},
+  };
+  run_ranks(4, [&](int) {
+    for (const auto& each : cases) {
+      SCOPED_TRACE(each.mode);
+      auto net = seeded<LinearThenMLPs>();
+      auto reference = seeded<LinearThenMLPs>();
+      for (auto& mlp : net->mlps) {
+        fully_shard(mlp, {.reshard_after_forward = each.reshard});
+      }
+      auto root = fully_shard(net, {.reshard_after_forward = each.reshard});
+      torch::optim::Adam sharded_optimizer(net->parameters(), 1e-2);
+      torch::optim::Adam optimizer(reference->parameters(), 1e-2);
+      for (int step = 0; step < 3; ++step) {
+        CommDebugMode comm;
+        for (int microbatch = 0; microbatch < 3; ++microbatch) {
+          const bool last = microbatch == 2;
+          std::vector<FSDPModule> flagged{root};
+          if (each.mode == "some_mlps") {
+            flagged = {FSDPModule::of(net->mlps[0]), FSDPModule::of(net->mlps[1])};
+          }
+          const bool recurse = each.mode != "root_only";
+          for (auto& module : flagged) {
+            module.set_requires_gradient_sync(last, recurse);
+            if (!each.reshard_after_backward) {
+              module.set_reshard_after_backward(last, recurse);
+            }
+          }
+          const auto input = random_batch(10 * step + microbatch, {2, 32});
+          auto loss = net(input).sum();
+          auto expected = reference(input).sum();
+          EXPECT_TRUE(near(loss.detach(), expected.detach(), 1e-5));
+          loss.backward();
+          expected.backward();
+        }
+        EXPECT_EQ(comm.count("all_gather"), each.gathers);
+        EXPECT_EQ(comm.count("reduce_scatter"), each.reductions);
+        average_gradients(*reference);
+        expect_parity(*net, *reference);
+        sharded_optimizer.step();
+        optimizer.step();
+        sharded_optimizer.zero_grad(step % 2 == 1);
+        optimizer.zero_grad(step % 2 == 1);
+      }
+    }
+  });
+}
+
+TEST(Counts, OneForwardOneBackwardMicrobatching) {
+  run_ranks(2, [](int) {
+    for (const bool unshard_first : {false, true}) {
+      for (const bool reshard_after_backward : {false, true}) {
+        SCOPED_TRACE(unshard_first);
+        SCOPED_TRACE(reshard_after_backward);
+        auto net = make_transformer(2, false);
+        auto reference = seeded<Transformer>(ModelArgs{.dropout_p = 0});
+        torch::optim::AdamW sharded_optimizer(unique_parameters(*net), 1e-2);
+        torch::optim::AdamW optimizer(unique_parameters(*reference), 1e-2);
+        std::vector<int> gathers;
+        CommDebugMode comm;
+        if (unshard_first) {
+          for (auto& block : net->blocks) {
+            (void)FSDPModule::of(block).unshard(/*async_op=*/true);
+          }
+          (void)FSDPModule::of(net).unshard(/*async_op=*/true);
+        }
+        gathers.push_back(comm.count("all_gather"));
+        for (int microbatch = 0; microbatch < 3; ++microbatch) {
+          const bool last = microbatch == 2;
+          auto root = FSDPModule::of(net);
+          root.set_requires_gradient_sync(last);
+          root.set_is_last_backward(last);
+          if (!reshard_after_backward) {
+            root.set_reshard_after_backward(last);
+          }
+          comm.clear();
+          auto loss = loss_of(net, microbatch);
+          loss.backward();
+          gathers.push_back(comm.count("all_gather"));
+          EXPECT_EQ(comm.count("reduce_scatter"), last ? 3 : 0);
+          auto expected = loss_of(reference, microbatch);
+          EXPECT_TRUE(near(loss.detach(), expected.detach(), 1e-5));
+          expected.backward();
+        }
+        EXPECT_EQ(
+            gathers, (std::vector<int>{
+                         unshard_first ? 3 : 0, unshard_first ? 0 : 3,
+                         reshard_after_backward ? 3 : 0, reshard_after_backward ? 3 : 0}));
+        average_gradients(*reference);
+        expect_parity(*net, *reference);
+        sharded_optimizer.step();
+        optimizer.step();
+        expect_parity(*net, *reference);
+      }
+    }
+  });
+}
+
+TEST(Counts, NoneForOneRank) {
+  run_ranks(1, [](int) {
+    auto net = make_transformer(2, true);
+    auto reference = seeded<Transformer>(ModelArgs{.dropout_p = 0});
+    CommDebugMode comm;
+    train_and_compare(net, reference, loss_of);
+    EXPECT_EQ(comm.count("all_gather") + comm.count("reduce_scatter"), 0);
+  });
+}
+
+} // namespace
+} // namespace fsdp

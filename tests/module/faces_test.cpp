@@ -1,0 +1,567 @@
+// What must not go silently wrong: steps, edits, conversions and calls at odd
+// moments, and exceptions.
+#include <ATen/autocast_mode.h>
+#include <fsdp/call.h>
+#include <fsdp/debug.h>
+#include <fsdp/error.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <fstream>
+
+#include "state/fsdp_state.h"
+#include "support/sharded.h"
+
+namespace fsdp {
+namespace {
+
+using namespace test;
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() : head(register_module("head", linear(6, 3))) {
+    for (int i = 0; i < 3; ++i) {
+      mlps.push_back(register_module("mlp" + std::to_string(i), MLP(6)));
+    }
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (auto& mlp : mlps) {
+      x = x + mlp(x);
+      TORCH_CHECK(!fail, "as asked");
+    }
+    return head(x);
+  }
+  std::vector<MLP> mlps;
+  Linear head;
+  bool fail = false;
+};
+FSDP_MODULE(Net);
+
+Net sharded_net(const ReshardAfterForward& reshard = {}) {
+  auto net = seeded<Net>();
+  for (auto& mlp : net->mlps) {
+    fully_shard(mlp, {.reshard_after_forward = reshard});
+  }
+  fully_shard(net, {.reshard_after_forward = reshard});
+  return net;
+}
+
+torch::Tensor loss_of(Net& net, int step) {
+  return net(random_batch(step, {4, 6}).to(net->head->weight.scalar_type())).pow(2).sum();
+}
+
+/// Collects what TORCH_WARN says.
+struct Warnings : c10::WarningHandler {
+  void process(const c10::Warning& warning) override {
+    text += warning.msg() + "\n";
+  }
+  std::string text;
+};
+
+// ------------------------------------------------------------ Steps and edits
+
+TEST(Faces, ZeroGradBetweenForwardAndBackward) {
+  run_ranks(2, [](int) {
+    for (const bool reshard : {true, false}) {
+      auto net = sharded_net(reshard);
+      auto reference = seeded<Net>();
+      train_and_compare(net, reference, [&](Net& each, int step) {
+        auto loss = loss_of(each, step);
+        each->zero_grad();
+        return loss;
+      });
+    }
+  });
+}
+
+TEST(Faces, AStepBetweenForwardAndBackwardThrows) {
+  run_ranks(2, [](int) {
+    for (const bool reshard : {true, false}) {
+      auto net = sharded_net(reshard);
+      torch::optim::AdamW optimizer(net->parameters(), 1e-2);
+      loss_of(net, 0).backward();
+      auto loss = loss_of(net, 1);
+      if (!reshard) {
+        for (auto& mlp : net->mlps) {
+          FSDPModule::of(mlp).reshard();
+        }
+        FSDPModule::of(net).reshard();
+      }
+      optimizer.step();
+      EXPECT_TRUE(contains(
+          message_of<c10::Error>([&] { loss.backward(); }),
+          "between its forward and its backward"));
+      optimizer.zero_grad();
+      auto reference = seeded<Net>();
+      const auto whole = reference->named_parameters();
+      for (const auto& item : net->named_parameters()) { // what the step made of it
+        torch::NoGradGuard no_grad;
+        whole[item.key()].copy_(as_dtensor(item.value()).full_tensor());
+      }
+      train_and_compare(net, reference, loss_of, 2);
+    }
+  });
+}
+
+TEST(Faces, EvaluationAnywhereSeesTheNewestWeights) {
+  run_ranks(2, [](int) {
+    for (const bool reshard : {true, false}) {
+      auto net = sharded_net(reshard);
+      auto reference = seeded<Net>();
+      torch::optim::SGD sharded_optimizer(net->parameters(), 1e-2); // moves no version counter
+      torch::optim::SGD optimizer(reference->parameters(), 1e-2);
+      const auto evaluate = [&](int step) {
+        torch::NoGradGuard no_grad;
+        EXPECT_TRUE(near(loss_of(net, step), loss_of(reference, step), 1e-5));
+        for (const auto& param : net->parameters()) {
+          EXPECT_EQ(param.sizes(), as_dtensor(param).to_local().sizes());
+        }
+      };
+      for (int step = 0; step < 3; ++step) {
+        evaluate(100);
+        loss_of(net, step).backward();
+        loss_of(reference, step).backward();
+        average_gradients(*reference);
+        evaluate(101);
+        sharded_optimizer.step();
+        optimizer.step();
+        evaluate(102);
+        expect_parity(*net, *reference);
+        sharded_optimizer.zero_grad();
+        optimizer.zero_grad();
+      }
+      c10::InferenceMode inference;
+      EXPECT_TRUE(near(loss_of(net, 9), loss_of(reference, 9), 1e-5));
+    }
+  });
+}
+
+TEST(Faces, MemoryThatIsKeptIsNotTakenForWhatAStepMadeOfIt) {
+  run_ranks(2, [](int) {
+    auto net = sharded_net(false);
+    auto reference = seeded<Net>();
+    auto root = FSDPModule::of(net);
+    root.set_reshard_after_backward(false);
+    torch::optim::SGD sharded_optimizer(net->parameters(), 1e-1);
+    torch::optim::SGD optimizer(reference->parameters(), 1e-1);
+    for (int step = 0; step < 3; ++step) {
+      auto loss = loss_of(net, step);
+      auto expected = loss_of(reference, step);
+      EXPECT_TRUE(near(loss.detach(), expected.detach(), 1e-5));
+      loss.backward();
+      expected.backward();
+      EXPECT_TRUE(root.is_unsharded());
+      average_gradients(*reference);
+      expect_parity(*net, *reference);
+      sharded_optimizer.step(); // on shards, although memory is kept
+      optimizer.step();
+      sharded_optimizer.zero_grad();
+      optimizer.zero_grad();
+    }
+  });
+}
+
+TEST(Faces, EditsOfTheWholeAreLostAndWarnedOf) {
+  Warnings warnings;
+  run_ranks(2, [&](int rank) {
+    if (rank == 0) {
+      c10::WarningUtils::set_warning_handler(&warnings);
+    }
+    auto net = seeded<MLP>(4);
+    auto handle = fully_shard(net);
+    handle.unshard();
+    {
+      torch::NoGradGuard no_grad;
+      net->in_proj->weight.add_(1);
+    }
+    handle.reshard();
+    if (rank == 0) {
+      c10::WarningUtils::set_warning_handler(nullptr);
+    }
+  });
+  EXPECT_TRUE(contains(warnings.text, "'in_proj.weight' was written to while it was unsharded"));
+}
+
+TEST(Faces, OptimizersThatWereThereBefore) {
+  run_ranks(3, [](int) {
+    auto net = seeded<Net>();
+    auto reference = seeded<Net>();
+    torch::optim::SGD sharded_optimizer(net->parameters(), 1e-2);
+    torch::optim::SGD optimizer(reference->parameters(), 1e-2);
+    for (auto& mlp : net->mlps) {
+      fully_shard(mlp);
+    }
+    fully_shard(net);
+    for (int step = 0; step < 3; ++step) {
+      loss_of(net, step).backward();
+      loss_of(reference, step).backward();
+      average_gradients(*reference);
+      sharded_optimizer.step();
+      optimizer.step();
+      expect_parity(*net, *reference);
+      sharded_optimizer.zero_grad();
+      optimizer.zero_grad();
+    }
+  });
+}
+
+// A weight used outside of its module gives a gradient that comes late.
+TEST(Faces, LateGradientsAreReducedAtTheEndOfBackward) {
+  struct LateImpl : torch::nn::Module {
+    LateImpl()
+        : first(register_module("first", linear(4, 4))),
+          second(register_module("second", linear(4, 4))) {}
+    torch::Tensor forward(const torch::Tensor& x) {
+      const auto early = x.matmul(second->weight) * 0.5; // before its module runs
+      return second(torch::relu(first(x))) + early;
+    }
+    Linear first, second;
+  };
+  struct Late : Holder<LateImpl> {
+    Late() : Holder<LateImpl>(std::make_shared<Hooked<LateImpl>>()) {}
+  };
+  run_ranks(2, [](int) {
+    auto net = seeded<Late>();
+    auto reference = seeded<Late>();
+    fully_shard(net->first);
+    fully_shard(net, {.reshard_after_forward = true}); // owns second
+    train_and_compare(net, reference, [](Late& each, int step) {
+      return each(random_batch(step, {2, 4})).sum();
+    });
+  });
+}
+
+// ------------------------------------------------------------ Conversions
+
+TEST(Faces, ModuleToAfterSharding) {
+  for (const int n : {1, 2, 3}) {
+    run_ranks(n, [](int) {
+      for (const bool after_a_step : {false, true}) {
+        auto net = sharded_net();
+        auto reference = seeded<Net>();
+        if (after_a_step) {
+          loss_of(net, 0).backward();
+          loss_of(reference, 0).backward();
+          average_gradients(*reference);
+        }
+        net->to(torch::kDouble);
+        reference->to(torch::kDouble);
+        for (const auto& param : reference->parameters()) {
+          if (param.grad().defined()) {
+            param.mutable_grad() = param.grad().to(torch::kDouble);
+          }
+        }
+        for (const auto& param : net->parameters()) {
+          EXPECT_EQ(param.scalar_type(), torch::kDouble);
+          EXPECT_EQ(as_dtensor(param).scalar_type(), torch::kDouble);
+        }
+        train_and_compare(net, reference, loss_of);
+        loss_of(net, 0).backward();
+        for (const auto& param : net->parameters()) {
+          EXPECT_EQ(param.grad().scalar_type(), torch::kDouble);
+        }
+      }
+    });
+  }
+}
+
+TEST(Faces, AssignedDataIsAdopted) {
+  run_ranks(3, [](int) {
+    for (const bool whole : {false, true}) {
+      auto net = sharded_net();
+      auto reference = seeded<Net>();
+      const auto fresh = torch::randn({24, 6}, generator(5));
+      auto& weight = net->mlps[1]->in_proj->weight;
+      weight.set_data(whole ? fresh.clone() : part_of(fresh, weight).clone());
+      reference->mlps[1]->in_proj->weight.set_data(fresh.clone());
+      train_and_compare(net, reference, loss_of, 3);
+    }
+    auto net = sharded_net();
+    net->head->bias.set_data(torch::zeros({7}));
+    EXPECT_TRUE(contains(
+        message_of<c10::ValueError>([&] { loss_of(net, 0); }),
+        "'head.bias' was given a tensor of sizes [7]"));
+  });
+}
+
+TEST(Faces, TheModuleIsAsBefore) {
+  run_ranks(2, [](int) {
+    auto net = sharded_net();
+    auto reference = seeded<Net>();
+    EXPECT_EQ(net->named_parameters().keys(), reference->named_parameters().keys());
+    EXPECT_EQ(net->named_modules().keys(), reference->named_modules().keys());
+    net->eval();
+    EXPECT_FALSE(net->mlps[0]->is_training());
+    net->train();
+    int modules = 0;
+    net->apply([&](torch::nn::Module&) { ++modules; });
+    EXPECT_EQ(modules, 11);
+    const auto dtensors = named_dtensors(net);
+    EXPECT_EQ(dtensors.keys(), net->named_parameters().keys());
+    const auto whole = reference->named_parameters();
+    for (const auto& item : dtensors) {
+      EXPECT_SAME(item.value().full_tensor(), whole[item.key()].detach());
+      EXPECT_EQ(item.value().sizes(), whole[item.key()].sizes());
+    }
+    loss_of(net, 0).backward();
+    loss_of(reference, 0).backward();
+    average_gradients(*reference);
+    EXPECT_TRUE(near(
+        as_dtensor_grad(net->head->weight).full_tensor(), reference->head->weight.grad(), 1e-5));
+  });
+}
+
+// ------------------------------------------------------------ Modes
+
+TEST(Faces, Autocast) {
+  run_ranks(2, [](int) {
+    auto net = sharded_net(true);
+    auto reference = seeded<Net>();
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    for (int step = 0; step < 3; ++step) {
+      auto loss = loss_of(net, step);
+      auto expected = loss_of(reference, step);
+      EXPECT_TRUE(near(loss.detach(), expected.detach(), 1e-5));
+      loss.backward();
+      expected.backward();
+    }
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::clear_cache();
+    average_gradients(*reference);
+    expect_parity(*net, *reference, 1e-2);
+  });
+}
+
+TEST(Faces, DoubleBackwardAfterUnshard) {
+  run_ranks(2, [](int) {
+    auto net = seeded<MLP>(4);
+    auto reference = seeded<MLP>(4);
+    auto handle = fully_shard(net, {.reshard_after_forward = false});
+    const auto penalty = [](MLP& each, const std::function<void()>& before) {
+      const auto x = random_batch(0, {2, 4}).set_requires_grad(true);
+      const auto y = torch::tanh(each(x)).sum();
+      const auto grads =
+          torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true);
+      before();
+      grads[0].pow(2).sum().backward();
+      return x.grad();
+    };
+    const auto actual = penalty(net, [&] { handle.unshard(); });
+    const auto expected = penalty(reference, [] {});
+    EXPECT_TRUE(near(actual, expected, 1e-5));
+    average_gradients(*reference);
+    expect_parity(*net, *reference);
+  });
+}
+
+// ------------------------------------------------------------ Calls around the hooks
+
+TEST(Bypass, IsCaughtInTheFirstForward) {
+  struct AroundImpl : torch::nn::Module {
+    AroundImpl() : mlp(register_module("mlp", MLP(4))) {}
+    torch::Tensor forward(const torch::Tensor& x) {
+      return around ? mlp->as<MLPImpl>()->forward(x) : mlp(x);
+    }
+    MLP mlp;
+    bool around = true;
+  };
+  struct Around : Holder<AroundImpl> {
+    Around() : Holder<AroundImpl>(std::make_shared<Hooked<AroundImpl>>()) {}
+  };
+  for (const int n : {1, 2}) {
+    run_ranks(n, [](int) {
+      auto net = seeded<Around>();
+      auto reference = seeded<Around>();
+      fully_shard(net->mlp);
+      fully_shard(net);
+      const auto message = message_of<c10::Error>([&] { net(random_batch(0, {2, 4})); });
+      EXPECT_TRUE(contains(message, "'mlp.in_proj.weight' while it is sharded"));
+      EXPECT_TRUE(contains(message, "called around the hooks"));
+      net->around = false;
+      train_and_compare(net, reference, [](Around& each, int step) {
+        return each(random_batch(step, {2, 4})).sum();
+      });
+    });
+  }
+}
+
+TEST(Bypass, AProtectedForwardDoesNotCompileOtherwise) {
+  struct GuardedImpl : torch::nn::Module {
+    GuardedImpl() : lin(register_module("lin", linear(2, 2))) {}
+    Linear lin;
+
+   protected:
+    torch::Tensor forward(const torch::Tensor& x) {
+      return lin(x);
+    }
+  };
+  constexpr auto callable = []<class M>(M*) {
+    return requires(M& m, torch::Tensor x) { m.forward(x); };
+  };
+  static_assert(callable(static_cast<Hooked<GuardedImpl>*>(nullptr)));
+  static_assert(!callable(static_cast<GuardedImpl*>(nullptr)));
+}
+
+// ------------------------------------------------------------ Exceptions
+
+TEST(Exceptions, InForward) {
+  run_ranks(2, [](int) {
+    for (const bool reshard : {true, false}) {
+      auto net = sharded_net(reshard);
+      auto reference = seeded<Net>();
+      net->fail = true;
+      EXPECT_THROW(loss_of(net, 0), c10::Error);
+      EXPECT_THROW(loss_of(net, 0), c10::Error);
+      net->fail = false;
+      train_and_compare(net, reference, loss_of, 2);
+      net->fail = true;
+      EXPECT_THROW(loss_of(net, 0), c10::Error);
+      FSDPModule::of(net).reset_iter_state(); // not needed, and harmless
+      FSDPModule::of(net).reset_iter_state();
+      net->fail = false;
+      train_and_compare(net, reference, loss_of, 2);
+    }
+  });
+}
+
+TEST(Exceptions, InForwardCaughtInside) {
+  struct CarefulImpl : torch::nn::Module {
+    CarefulImpl() : net(register_module("net", Net())) {}
+    torch::Tensor forward(const torch::Tensor& x) {
+      try {
+        net->fail = true;
+        return net(x);
+      } catch (const c10::Error&) {
+        net->fail = false;
+        return net(x);
+      }
+    }
+    Net net;
+  };
+  struct Careful : Holder<CarefulImpl> {
+    Careful() : Holder<CarefulImpl>(std::make_shared<Hooked<CarefulImpl>>()) {}
+  };
+  run_ranks(2, [](int) {
+    auto net = seeded<Careful>();
+    auto reference = seeded<Careful>();
+    for (auto& mlp : net->net->mlps) {
+      fully_shard(mlp);
+    }
+    fully_shard(net->net);
+    fully_shard(net);
+    train_and_compare(net, reference, [](Careful& each, int step) {
+      return each(random_batch(step, {4, 6})).sum();
+    });
+  });
+}
+
+TEST(Exceptions, InBackwardAndInHooks) {
+  run_ranks(2, [](int) {
+    for (const bool reshard : {true, false}) {
+      auto net = sharded_net(reshard);
+      auto reference = seeded<Net>();
+      const auto fail = [](const torch::Tensor&) -> torch::Tensor {
+        TORCH_CHECK(false, "as asked");
+      };
+      auto input = random_batch(0, {4, 6}).set_requires_grad(true);
+      input.register_hook(fail); // at the end
+      EXPECT_THROW(net(input).sum().backward(), c10::Error);
+      const auto hook = net->mlps[1]->in_proj->weight.register_hook(fail); // in the middle
+      EXPECT_THROW(loss_of(net, 0).backward(), c10::Error);
+      net->mlps[1]->in_proj->weight.remove_hook(hook);
+      auto after = register_post_accumulate_grad_hook(
+          net->mlps[2]->in_proj->weight,
+          [](const torch::Tensor&) { TORCH_CHECK(false, "as asked"); });
+      EXPECT_THROW(loss_of(net, 0).backward(), c10::Error);
+      after.remove();
+      net->zero_grad(); // what had been reduced by then
+      train_and_compare(net, reference, loss_of, 2);
+    }
+  });
+}
+
+TEST(Exceptions, InACollectiveNamesTheModule) {
+  const auto message = message_of<CommError>([] {
+    run_ranks(2, [](int rank) {
+      auto net = sharded_net();
+      loss_of(net, 0).backward();
+      if (rank == 1) {
+        return; // leaves
+      }
+      loss_of(net, 1).backward();
+    });
+  });
+  EXPECT_TRUE(contains(message, "all_gather"));
+}
+
+TEST(Exceptions, ALazyInitThatFailsCanBeTriedAgain) {
+  run_ranks(2, [](int) {
+    auto net = sharded_net();
+    auto reference = seeded<Net>();
+    const auto good = net->head->bias.detach().clone();
+    net->head->bias.set_data(torch::zeros({7}));
+    EXPECT_THROW(loss_of(net, 0), c10::ValueError);
+    EXPECT_THROW(loss_of(net, 0), c10::ValueError);
+    net->head->bias.set_data(good);
+    train_and_compare(net, reference, loss_of, 2);
+  });
+}
+
+// ------------------------------------------------------------ Nothing grows
+
+/// Resident bytes of this process.
+int64_t resident() {
+  std::ifstream statm("/proc/self/statm");
+  int64_t size = 0, pages = 0;
+  statm >> size >> pages;
+  return pages * 4096;
+}
+
+int num_threads() {
+  std::ifstream status("/proc/self/status");
+  std::string line;
+  while (std::getline(status, line)) {
+    if (line.rfind("Threads:", 0) == 0) {
+      return std::stoi(line.substr(8));
+    }
+  }
+  return -1;
+}
+
+TEST(Growth, NoneOverAThousandSteps) {
+  run_ranks(2, [](int) {
+    auto net = sharded_net();
+    std::vector<torch::Tensor> kept; // losses that a user keeps, with their graphs
+    const auto train = [&](int step) {
+      auto loss = loss_of(net, step);
+      loss.backward();
+      if (step % 100 == 0) {
+        kept.push_back(loss);
+      }
+      net->zero_grad();
+    };
+    const auto recorded = [&] { return net.get()->fsdp_state->comm().num_recorded(); };
+    for (int step = 0; step < 100; ++step) {
+      train(step);
+      loss_of(net, step); // with gradients, but no backward
+      torch::NoGradGuard no_grad;
+      loss_of(net, step);
+    }
+    default_group().barrier();
+    const auto bytes = resident();
+    const auto threads = num_threads();
+    const auto records = recorded();
+    for (int step = 0; step < 1000; ++step) {
+      train(step);
+      loss_of(net, step);
+      torch::NoGradGuard no_grad;
+      loss_of(net, step);
+    }
+    default_group().barrier();
+    EXPECT_LE(resident() - bytes, 4 << 20);
+    EXPECT_LE(num_threads(), threads); // a rank may have ended
+    EXPECT_LE(recorded(), records + 4);
+    EXPECT_LE(recorded(), 8u);
+  });
+}
+
+} // namespace
+} // namespace fsdp

@@ -1,0 +1,159 @@
+// Parameters that need no gradient, at first, later, or sometimes.
+#include <fsdp/call.h>
+#include <fsdp/debug.h>
+#include <fsdp/tie_weights.h>
+
+#include "support/sharded.h"
+
+namespace fsdp {
+namespace {
+
+using namespace test;
+
+// ------------------------------------------------------------ Frozen parameters
+
+TEST(Training, OnlyBiasesTrainableAndOnlyTheyAreReduced) {
+  for (const int n : {2, 4}) {
+    run_ranks(n, [](int) {
+      for (const ReshardAfterForward& reshard :
+           {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
+        for (const bool freeze_after : {false, true}) {
+          auto net = seeded<Stack>(32);
+          auto reference = seeded<Stack>(32);
+          const auto freeze = [](Stack& each) {
+            for (const auto& item : each->named_parameters()) {
+              item.value().set_requires_grad(item.key().find("bias") != std::string::npos);
+            }
+          };
+          freeze(reference);
+          if (!freeze_after) {
+            freeze(net);
+          }
+          for (auto& mlp : net->mlps) {
+            fully_shard(mlp, {.reshard_after_forward = reshard});
+          }
+          fully_shard(net, {.reshard_after_forward = reshard});
+          freeze(net);
+          CommDebugMode comm;
+          train_and_compare(
+              net, reference,
+              [&](Stack& each, int step) {
+                comm.clear();
+                return each(random_batch(step, {2, 32})).sum();
+              },
+              3);
+          EXPECT_EQ(comm.count("reduce_scatter"), 3);
+          EXPECT_EQ(comm.bytes("reduce_scatter"), 3 * 4 * (128 + 32));
+          // During backward, not at its end: that goes the other way round.
+          EventLog log;
+          net(random_batch(0, {2, 32})).sum().backward();
+          std::string order;
+          for (const auto& event : log.events()) {
+            order += event.kind == EventLog::Kind::PostBackward ? event.module : "";
+          }
+          EXPECT_EQ(order, "210");
+        }
+      }
+    });
+  }
+}
+
+struct ChainImpl : torch::nn::Module {
+  ChainImpl() {
+    for (int i = 0; i < 6; ++i) {
+      linears.push_back(register_module(std::to_string(2 * i), linear(32, 32)));
+    }
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (auto& each : linears) {
+      x = torch::relu(each(x));
+    }
+    return x;
+  }
+  std::vector<Linear> linears;
+};
+FSDP_MODULE(Chain);
+
+TEST(Training, FrozenGroupsAndUnfreezingLater) {
+  run_ranks(2, [](int) {
+    for (const auto& [unfreeze, reshard] : std::vector<std::pair<bool, ReshardAfterForward>>{
+             {false, true}, {true, true}, {false, false}, {true, false}, {true, 2}}) {
+      auto net = seeded<Chain>();
+      auto reference = seeded<Chain>();
+      for (auto& each : net->linears) {
+        fully_shard(each, {.reshard_after_forward = reshard}); // each a root of its own
+      }
+      const auto set = [](Chain& each, bool requires_grad) {
+        for (const size_t i : {0, 2, 3}) {
+          for (const auto& param : each->linears[i]->parameters()) {
+            param.set_requires_grad(requires_grad);
+          }
+        }
+      };
+      const auto loss_of = [](Chain& each, int step) {
+        return each(random_batch(step, {2, 32})).sum();
+      };
+      set(net, false);
+      set(reference, false);
+      train_and_compare(net, reference, loss_of, 2);
+      {
+        torch::NoGradGuard no_grad;
+        EXPECT_TRUE(near(loss_of(net, 3), loss_of(reference, 3), 1e-5));
+      }
+      if (unfreeze) {
+        set(net, true);
+        set(reference, true);
+      }
+      train_and_compare(net, reference, loss_of, 2);
+    }
+  });
+}
+
+struct MixedGradImpl : torch::nn::Module {
+  MixedGradImpl()
+      : layer_0(register_module("layer_0", linear(5, 5))),
+        layer_no_grad(register_module("layer_no_grad", linear(5, 5))),
+        layer_with_grad(register_module("layer_with_grad", linear(5, 5))) {
+    for (const auto& param : layer_no_grad->parameters()) {
+      param.set_requires_grad(false);
+    }
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    x = layer_0(x);
+    for (int i = 0; i < 3; ++i) {
+      x = layer_no_grad(torch::relu(layer_with_grad(x)));
+      torch::Tensor extra;
+      {
+        torch::NoGradGuard no_grad;
+        extra = torch::relu(layer_with_grad(x));
+      }
+      x = x + extra;
+    }
+    return x;
+  }
+  Linear layer_0, layer_no_grad, layer_with_grad;
+};
+FSDP_MODULE(MixedGrad);
+
+TEST(Training, TheSameLayerWithAndWithoutGradientsInOneForward) {
+  run_ranks(4, [](int) {
+    for (const ReshardAfterForward& reshard :
+         {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
+      auto net = seeded<MixedGrad>();
+      auto reference = seeded<MixedGrad>();
+      for (auto* each : {&net->layer_0, &net->layer_no_grad, &net->layer_with_grad}) {
+        fully_shard(*each, {.reshard_after_forward = reshard});
+      }
+      fully_shard(net, {.reshard_after_forward = reshard});
+      CommDebugMode comm;
+      train_and_compare(net, reference, [&](MixedGrad& each, int step) {
+        comm.clear();
+        return each(random_batch(step, {8, 5})).sum();
+      });
+      EXPECT_EQ(comm.count("reduce_scatter"), 2);
+    }
+  });
+}
+
+} // namespace
+} // namespace fsdp

@@ -1,0 +1,135 @@
+#pragma once
+
+// Sharded models next to unsharded ones, on every rank.
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <fsdp/distributed.h>
+#include <fsdp/fully_shard.h>
+#include <fsdp/param.h>
+
+#include <mutex>
+
+#include "param/fsdp_param.h"
+#include "support/models.h"
+#include "support/tensors.h"
+
+namespace fsdp::test {
+
+/// A module of the same values on every rank: torch's default generator is
+/// shared by ranks that are threads.
+template <class Holder, class... Args>
+Holder seeded(const Args&... args) {
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  torch::manual_seed(42);
+  return Holder(args...);
+}
+
+inline at::Generator generator(uint64_t seed) {
+  return at::make_generator<at::CPUGeneratorImpl>(seed);
+}
+
+/// Another batch on every rank and in every step.
+inline torch::Tensor random_batch(int step, at::IntArrayRef sizes) {
+  return torch::randn(sizes, generator(1000 * step + get_rank()));
+}
+inline torch::Tensor random_tokens(int step, at::IntArrayRef sizes, int64_t vocab_size) {
+  return torch::randint(vocab_size, sizes, generator(1000 * step + get_rank()), torch::kLong);
+}
+
+/// MLPs one behind the other.
+struct StackImpl : torch::nn::Module {
+  explicit StackImpl(int64_t dim, int64_t depth = 3) {
+    for (int64_t i = 0; i < depth; ++i) {
+      mlps.push_back(register_module(std::to_string(i), MLP(dim)));
+    }
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (auto& mlp : mlps) {
+      x = mlp(x);
+    }
+    return x;
+  }
+  std::vector<MLP> mlps;
+};
+FSDP_MODULE(Stack);
+
+/// The part of `whole` that this rank holds of the sharded `param`.
+inline torch::Tensor part_of(const torch::Tensor& whole, const torch::Tensor& param) {
+  const auto spread = as_dtensor(param);
+  const auto dim = std::get<Shard>(spread.placements().front()).dim;
+  const auto ranks = spread.device_mesh().size();
+  const auto rank = spread.device_mesh().get_local_rank();
+  const auto chunk = (whole.size(dim) + ranks - 1) / ranks;
+  const auto start = std::min(whole.size(dim), chunk * rank);
+  return whole.narrow(dim, start, std::min(chunk, whole.size(dim) - start));
+}
+
+inline testing::AssertionResult near(
+    const torch::Tensor& actual, const torch::Tensor& expected, double tolerance) {
+  if (actual.sizes() != expected.sizes() || actual.scalar_type() != expected.scalar_type()) {
+    return testing::AssertionFailure()
+           << "got " << actual.scalar_type() << actual.sizes() << ", expected "
+           << expected.scalar_type() << expected.sizes();
+  }
+  return torch::allclose(actual, expected, tolerance, tolerance)
+             ? testing::AssertionSuccess()
+             : testing::AssertionFailure() << "got " << actual << "\nexpected " << expected;
+}
+
+/// Every parameter and gradient of `sharded` is this rank's part of the one of
+/// `reference`; those that are not managed are equal.
+inline void expect_parity(
+    const torch::nn::Module& sharded, const torch::nn::Module& reference, double tolerance = 1e-5) {
+  const auto expected = reference.named_parameters();
+  const auto actual = sharded.named_parameters();
+  ASSERT_EQ(actual.keys(), expected.keys());
+  for (const auto& item : actual) {
+    const auto& whole = expected[item.key()];
+    const bool managed = detail::FSDPParam::find(item.value()) != nullptr;
+    const auto part = [&](const torch::Tensor& tensor) {
+      return managed ? part_of(tensor, item.value()) : tensor;
+    };
+    const auto local = managed ? as_dtensor(item.value()).to_local() : item.value().detach();
+    EXPECT_TRUE(near(local, part(whole.detach()), tolerance)) << item.key();
+    ASSERT_EQ(item.value().grad().defined(), whole.grad().defined()) << item.key();
+    if (whole.grad().defined()) {
+      EXPECT_TRUE(near(item.value().grad(), part(whole.grad()), tolerance))
+          << "gradient of " << item.key();
+      EXPECT_TRUE(item.value().grad().is_contiguous());
+    }
+  }
+}
+
+inline void average_gradients(const torch::nn::Module& module) {
+  for (const auto& param : unique_parameters(module)) {
+    if (param.grad().defined()) {
+      default_group().all_reduce(param.grad(), ReduceOp::Avg);
+    }
+  }
+}
+
+/// Trains both side by side; `loss_of(net, step)` is this rank's loss.
+template <class Holder, class Loss>
+void train_and_compare(Holder& sharded, Holder& reference, Loss loss_of, int steps = 5) {
+  torch::optim::AdamW sharded_optimizer(unique_parameters(*sharded), 1e-2);
+  torch::optim::AdamW optimizer(unique_parameters(*reference), 1e-2);
+  for (int step = 0; step < steps; ++step) {
+    SCOPED_TRACE("step " + std::to_string(step));
+    auto loss = loss_of(sharded, step);
+    auto expected = loss_of(reference, step);
+    EXPECT_TRUE(near(loss.detach(), expected.detach(), 1e-5));
+    loss.backward();
+    expected.backward();
+    average_gradients(*reference);
+    expect_parity(*sharded, *reference);
+    sharded_optimizer.step();
+    optimizer.step();
+    const bool set_to_none = step % 2 == 0;
+    sharded_optimizer.zero_grad(set_to_none);
+    optimizer.zero_grad(set_to_none);
+    expect_parity(*sharded, *reference);
+  }
+}
+
+} // namespace fsdp::test
