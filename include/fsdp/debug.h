@@ -17,13 +17,19 @@ enum class TrainingState : std::uint8_t { Idle, Forward, PreBackward, PostBackwa
 /// "IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"
 FSDP_API const char* to_string(TrainingState state);
 
+enum class EventKind : std::uint8_t { Unshard, Reshard, PostBackward };
+
+namespace detail {
+void record_event(EventKind kind, const std::string& module, TrainingState state);
+}
+
 /// While it lives, writes down in which order this rank (the calling thread)
 /// unshards and reshards groups and ends their backward. An unshard that has
 /// nothing to do is not an event; nor is a reshard after a forward that keeps
 /// its parameters.
 class FSDP_API EventLog {
  public:
-  enum class Kind : std::uint8_t { Unshard, Reshard, PostBackward };
+  using Kind = EventKind;
   struct Event {
     Kind kind = Kind::Unshard;
     std::string module; // from the root; "" is the root, "a, b" one group of two
@@ -45,9 +51,9 @@ class FSDP_API EventLog {
     events_.clear();
   }
 
-  static void record(Kind kind, const std::string& module, TrainingState state);
-
  private:
+  friend void detail::record_event(EventKind, const std::string&, TrainingState);
+
   std::vector<Event> events_;
   EventLog* outer_;
 };

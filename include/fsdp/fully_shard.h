@@ -43,11 +43,13 @@ fully_shard_all(const std::vector<ModuleRef>& modules, const FullyShardOptions& 
 class FSDP_API UnshardHandle {
  public:
   explicit UnshardHandle(std::weak_ptr<detail::FSDPState> state);
-  /// The parameters show their whole values from here on.
+  /// The parameters show their whole values from here on. A second call does
+  /// nothing.
   void wait();
 
  private:
   std::weak_ptr<detail::FSDPState> state_;
+  bool waited_ = false;
 };
 
 /// A cheap handle to a sharded module. Throws once the module is gone. Setters

@@ -37,13 +37,9 @@ void CommContext::park(Gathered gathered, StreamEvent copied_out) {
 
 void CommContext::release_parked() {
   if (parked_) {
-    release(parked_->copied_out);
+    gather_after(parked_->copied_out);
     parked_.reset();
   }
-}
-
-void CommContext::release(const StreamEvent& copied_out) {
-  gather_after(copied_out);
 }
 
 // ------------------------------------------------------------ Reductions
@@ -85,7 +81,7 @@ std::shared_ptr<ForwardRecord> CommContext::forward_before(const ForwardRecord& 
 }
 
 void CommContext::reset() {
-  parked_.reset();
+  release_parked();
   reductions_.clear();
   order_.clear();
 }

@@ -52,8 +52,6 @@ class CommContext {
   /// one before.
   void park(Gathered gathered, StreamEvent copied_out);
   void release_parked();
-  /// Lets go of a buffer at once.
-  void release(const StreamEvent& copied_out);
 
   const OptionalStream& reduce_scatter_stream() const {
     return reduce_scatter_;
@@ -61,7 +59,7 @@ class CommContext {
   /// Reductions that were started and not finished, oldest first. A group is
   /// there once per reduction.
   void add_reduction(std::weak_ptr<FSDPParamGroup> group);
-  /// Finishes the oldest until fewer than `max_reductions` are left.
+  /// Finishes the oldest until at most so many are left.
   void finish_reductions(size_t max_left);
   size_t max_input_buffers = 1;
 
@@ -72,7 +70,7 @@ class CommContext {
   size_t num_recorded() const {
     return order_.size();
   }
-  /// Ends of backward: what these groups were in is forgotten.
+  /// At the end of the last backward.
   void forget_forwards() {
     order_.clear();
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "group/event_log.h"
 #include "process_group/observer.h"
 
 namespace fsdp {
@@ -42,10 +43,14 @@ const char* to_string(TrainingState state) {
 EventLog::EventLog() : outer_(std::exchange(innermost, this)) {}
 
 EventLog::~EventLog() {
-  innermost = outer_;
+  auto** at = &innermost;
+  while (*at != this) { // not always the innermost
+    at = &(*at)->outer_;
+  }
+  *at = outer_;
 }
 
-void EventLog::record(Kind kind, const std::string& module, TrainingState state) {
+void detail::record_event(EventKind kind, const std::string& module, TrainingState state) {
   for (auto* log = innermost; log; log = log->outer_) {
     log->events_.push_back({kind, module, state});
   }

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "base/text.h"
-#include "process_group/observer.h"
+#include "group/flat_views.h"
 
 namespace fsdp::detail {
 
@@ -21,21 +21,19 @@ int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-/// `numel` elements of `dtype` from `offset` on, in elements of `flat`.
-at::Tensor typed_view(
-    const at::Tensor& flat, int64_t offset, int64_t flat_numel, at::ScalarType dtype) {
-  auto view = flat.narrow(0, offset, flat_numel);
-  return flat.scalar_type() == dtype ? view : view.view(dtype);
-}
-
-/// The beginning of a flat run as a tensor of these sizes.
-at::Tensor shaped(const at::Tensor& run, const std::vector<int64_t>& sizes) {
-  return run.narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
-}
-
 } // namespace
 
 // ------------------------------------------------------------ Initialization
+
+void check_shardable(const ParamSpec& spec, const DeviceMesh& mesh) {
+  const auto group = mesh.get_group();
+  (void)shard_geometry(
+      spec.name, spec.param.sizes().vec(), spec.shard_dim, group.size(), group.rank());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      spec.param.is_contiguous(), "[fully_shard] does not support non-contiguous parameters: '",
+      spec.name, "' has sizes ", spec.param.sizes(), " and strides ", spec.param.strides(),
+      "; call contiguous() on it first");
+}
 
 FSDPParamGroup::FSDPParamGroup(
     const std::vector<ParamSpec>& params, const DeviceMesh& mesh, std::string name)
@@ -46,6 +44,7 @@ FSDPParamGroup::FSDPParamGroup(
       post_forward_ranks_(group_.size()) {
   TORCH_CHECK_VALUE(!params.empty(), "[fully_shard] group '", name_, "' has no parameters");
   for (const auto& spec : params) {
+    check_shardable(spec, mesh);
     params_.push_back(std::make_unique<FSDPParam>(
         spec.param, spec.name, mesh,
         shard_geometry(
@@ -64,6 +63,7 @@ void FSDPParamGroup::set_name(const std::string& name) {
 /// Makes the buffers for what the parameters hold now, and moves it there.
 void FSDPParamGroup::build() {
   for (const auto& param : params_) {
+    (void)param->shard_values(); // throws before anything is changed
     TORCH_CHECK_VALUE(
         param->tensor().device() == params_.front()->tensor().device(), "[fully_shard] group '",
         name_, "' has parameters on two devices: '", params_.front()->name(), "' on ",
@@ -73,6 +73,7 @@ void FSDPParamGroup::build() {
   lay_out();
   attach_params(params_.front()->tensor().options().requires_grad(false).dtype(gather_dtype_));
   sharded_state_ = ShardedState::Sharded;
+  comm->gather_after(StreamEvent::of(optional_current_stream(device())));
 }
 
 void FSDPParamGroup::lay_out() {
@@ -102,7 +103,9 @@ void FSDPParamGroup::lay_out() {
     const auto& param = *params_[order_[k]];
     const auto size = static_cast<int64_t>(c10::elementSize(param.dtype()));
     auto& part = parts_[order_[k]];
+    part.extended = param.extension != nullptr;
     part.numel = param.geometry().padded_numel * size / unit;
+    shard_offset = round_up(shard_offset, std::max<int64_t>(size / unit, 1));
     part.shard_offset = shard_offset;
     part.unsharded_offset = unsharded_numel_;
     shard_offset += part.numel;
@@ -154,12 +157,17 @@ void FSDPParamGroup::attach_params(const at::TensorOptions& options) {
   }
 }
 
+bool FSDPParamGroup::was_changed() const {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i]->was_replaced() || parts_[i].extended != (params_[i]->extension != nullptr)) {
+      return true;
+    }
+  }
+  return false;
+}
+
 void FSDPParamGroup::lazy_init() {
-  const bool changed = std::any_of(
-      params_.begin(), params_.end(), [&](const auto& param) { return param->was_replaced(); });
-  const auto num_plain = static_cast<size_t>(std::count_if(
-      params_.begin(), params_.end(), [](const auto& param) { return !param->extension; }));
-  if (changed || num_plain != num_plain_) {
+  if (was_changed()) {
     to_sharded();
     build();
   }
@@ -182,374 +190,6 @@ uint64_t FSDPParamGroup::shard_version() const {
     sum += param->shard_version();
   }
   return sum;
-}
-
-// ------------------------------------------------------------ Gather
-
-void FSDPParamGroup::unshard(bool async_op) {
-  if (pending_ || (is_unsharded() && !maybe_outdated_)) {
-    return;
-  }
-  EventLog::record(EventLog::Kind::Unshard, name_, training_state);
-  if (!unshard_in_backward && training_state == TrainingState::PreBackward) {
-    return;
-  }
-  const CollectiveLabel label(name_);
-  const auto streams = comm->gather_streams(
-      device(), !async_op && (training_state == TrainingState::Forward ||
-                              training_state == TrainingState::PreBackward));
-  if (sharded_state_ == ShardedState::ShardedPostForward &&
-      training_state == TrainingState::PreBackward) {
-    // Straight to where the parameters are; that memory was last used here.
-    unsharded_->allocate();
-    wait_for_stream(streams.all_gather, optional_current_stream(device()));
-    pending_ = start_gather(
-        *all_gather_, post_forward_shard_, post_forward_group_, streams, unsharded_->tensor());
-    return;
-  }
-  lazy_init();
-  post_forward_shard_ = at::Tensor(); // a forward wants the shards as they are now
-  sharded_state_ = is_unsharded() ? sharded_state_ : ShardedState::Sharded;
-  at::Tensor input;
-  {
-    const c10::OptionalStreamGuard on(streams.copy_in);
-    input = gather_input();
-  }
-  if (alone()) {
-    pending_ = Gathered{.input = input, .buffer = input};
-  } else {
-    pending_ = start_gather(*all_gather_, std::move(input), group_, streams);
-  }
-}
-
-at::Tensor FSDPParamGroup::gather_input() {
-  if (num_plain_ == params_.size()) {
-    return shard_;
-  }
-  at::NoGradGuard no_grad;
-  payloads_.clear();
-  std::vector<at::Tensor> pieces{shard_.narrow(0, 0, plain_numel_)};
-  for (size_t k = num_plain_; k < order_.size(); ++k) {
-    auto& param = *params_[order_[k]];
-    const auto& part = parts_[order_[k]];
-    const auto& geometry = param.geometry();
-    auto padded_sizes = geometry.sizes;
-    padded_sizes[geometry.dim] = (geometry.sizes[geometry.dim] + group_.size() - 1) / group_.size();
-    auto payload = param.extension->pre_all_gather(
-        typed_view(shard_, part.shard_offset, part.numel, param.dtype()).view(padded_sizes),
-        param.gather_info());
-    TORCH_CHECK_VALUE(
-        !payload.tensors.empty(), "[fully_shard] the all-gather extension of '", param.name(),
-        "' sends no tensor");
-    for (auto& tensor : payload.tensors) {
-      tensor = tensor.dim() == 0 ? tensor.view({1}) : tensor.contiguous();
-      pieces.push_back(tensor.view(-1).view(at::kByte));
-    }
-    payloads_.push_back({&param, std::move(payload)});
-  }
-  return at::cat(pieces);
-}
-
-void FSDPParamGroup::wait_for_unshard() {
-  if (!pending_) {
-    if (is_unsharded()) {
-      show(Face::Unsharded); // kept from the iteration before
-    }
-    return;
-  }
-  const bool forward = training_state == TrainingState::Forward;
-  if (forward) {
-    comm->release_parked();
-  }
-  const auto current = optional_current_stream(device());
-  pending_->wait(current);
-  if (unsharded_ && !pending_->buffer.is_same(unsharded_->tensor())) {
-    unsharded_->allocate();
-    copy_out_all();
-  }
-  post_forward_shard_ = at::Tensor();
-  sharded_state_ = ShardedState::Unsharded;
-  maybe_outdated_ = false;
-  show(Face::Unsharded);
-  auto copied_out = StreamEvent::of(current);
-  if (forward && has_streams(device())) {
-    comm->park(*std::move(pending_), std::move(copied_out));
-  } else {
-    comm->release(copied_out);
-  }
-  pending_.reset();
-}
-
-void FSDPParamGroup::copy_out_all() {
-  at::NoGradGuard no_grad;
-  const auto row = pending_->input.numel();
-  auto targets = gather_targets_;
-  auto numels = gather_numels_;
-  targets.resize(num_plain_);
-  for (const auto& [param, payload] : payloads_) {
-    for (const auto& tensor : payload.tensors) {
-      numels.push_back(static_cast<int64_t>(tensor.nbytes()));
-      targets.emplace_back();
-    }
-  }
-  for (size_t k = 0; k < targets.size(); ++k) {
-    if (!targets[k].defined()) {
-      // No run of the whole (another dim than 0, or packed): by way of a copy.
-      targets[k] = at::empty({group_.size(), numels[k]}, shard_.options());
-    }
-  }
-  copy_out(pending_->buffer, numels, row, targets);
-  for (size_t k = 0; k < num_plain_; ++k) {
-    auto& param = *params_[order_[k]];
-    const auto& geometry = param.geometry();
-    if (geometry.dim != 0) {
-      auto pieces = typed_view(targets[k].view(-1), 0, targets[k].numel(), param.dtype())
-                        .view({group_.size(), geometry.padded_numel})
-                        .unbind(0);
-      for (auto& piece : pieces) {
-        piece = piece.view(geometry.shard_sizes); // even, so every rank's are the same
-      }
-      auto whole = param.unsharded().detach();
-      at::cat_out(whole, pieces, geometry.dim);
-    }
-  }
-  copy_out_payloads({targets.begin() + static_cast<int64_t>(num_plain_), targets.end()});
-}
-
-void FSDPParamGroup::copy_out_payloads(std::vector<at::Tensor> outputs) {
-  auto next = outputs.begin();
-  for (auto& [param, payload] : payloads_) {
-    std::vector<at::Tensor> received;
-    for (const auto& tensor : payload.tensors) {
-      auto sizes = tensor.sizes().vec();
-      sizes[0] *= group_.size();
-      received.push_back((next++)->view(-1).view(tensor.scalar_type()).view(sizes));
-    }
-    auto whole = param->unsharded().detach();
-    param->extension->post_all_gather(received, payload.metadata, param->gather_info(), whole);
-  }
-  payloads_.clear();
-}
-
-void FSDPParamGroup::reshard() {
-  const bool forward = training_state == TrainingState::Forward;
-  if (forward && post_forward_ranks_ == 0) {
-    return;
-  }
-  EventLog::record(EventLog::Kind::Reshard, name_, training_state);
-  if (forward && post_forward_ranks_ < group_.size()) {
-    to_sharded_post_forward();
-  } else {
-    to_sharded();
-  }
-}
-
-void FSDPParamGroup::to_sharded() {
-  show(Face::Sharded);
-  post_forward_shard_ = at::Tensor();
-  if (unsharded_ && unsharded_->allocated() && !pending_) {
-    unsharded_->free();
-  }
-  sharded_state_ = ShardedState::Sharded;
-  maybe_outdated_ = false;
-}
-
-void FSDPParamGroup::to_sharded_post_forward() {
-  if (!is_unsharded()) {
-    return;
-  }
-  at::NoGradGuard no_grad;
-  const auto numel = unsharded_numel_ / post_forward_ranks_;
-  const auto rank = group_.rank() % post_forward_ranks_;
-  auto kept = unsharded_->tensor().narrow(0, rank * numel, numel).clone();
-  to_sharded();
-  post_forward_shard_ = std::move(kept);
-  sharded_state_ = ShardedState::ShardedPostForward;
-}
-
-void FSDPParamGroup::show(Face face) {
-  if (face == shown_) {
-    return;
-  }
-  for (const auto& param : params_) {
-    if (unsharded_ && face == Face::Sharded && param->take_unsharded_edit()) {
-      TORCH_WARN(
-          "[fully_shard] parameter '", param->name(),
-          "' was written to while it was unsharded; this is lost. Write to its shard, while it is "
-          "resharded");
-    }
-    param->show(face);
-  }
-  shown_ = face;
-}
-
-// ------------------------------------------------------------ One iteration
-
-void FSDPParamGroup::pre_forward() {
-  training_state = TrainingState::Forward;
-  was_unsharded_ = is_unsharded() && !maybe_outdated_;
-  const bool was_shown = shown_ == Face::Unsharded;
-  unshard();
-  wait_for_unshard();
-  was_unsharded_ = was_unsharded_ && was_shown;
-}
-
-void FSDPParamGroup::post_forward() {
-  if (at::GradMode::is_enabled()) {
-    reshard();
-  } else if (post_forward_ranks_ == group_.size()) {
-    reshard();
-  } else if (!was_unsharded_) {
-    // No backward will come to reshard what is kept, and it must not be taken
-    // for what an optimizer has made of it.
-    to_sharded();
-  }
-}
-
-bool FSDPParamGroup::pre_backward() {
-  if (training_state == TrainingState::PreBackward) {
-    return false; // another output of the same forward
-  }
-  training_state = TrainingState::PreBackward;
-  unshard();
-  wait_for_unshard();
-  return true;
-}
-
-void FSDPParamGroup::prefetch(TrainingState state) {
-  const auto own = std::exchange(training_state, state);
-  try {
-    unshard();
-  } catch (...) {
-    training_state = own;
-    throw;
-  }
-  training_state = own;
-}
-
-bool FSDPParamGroup::has_unsharded_grads() const {
-  return std::any_of(params_.begin(), params_.end(), [](const auto& param) {
-    return param->unsharded_grad().defined();
-  });
-}
-
-void FSDPParamGroup::post_backward() {
-  training_state = TrainingState::PostBackward;
-  if (reshard_after_backward) {
-    reshard();
-  } else {
-    show(Face::Sharded);
-  }
-  if (reduce_grads) {
-    comm->finish_reductions(comm->max_input_buffers - 1);
-    std::vector<at::ScalarType> dtypes; // each is reduced by itself
-    for (const auto& param : params_) {
-      const bool reduced = param->unsharded_grad().defined() ||
-                           (reduce_scatter_unused_params && param->tensor().requires_grad());
-      if (reduced && std::find(dtypes.begin(), dtypes.end(), param->dtype()) == dtypes.end()) {
-        dtypes.push_back(param->dtype());
-      }
-    }
-    const CollectiveLabel label(name_);
-    for (const auto dtype : dtypes) {
-      reduce(dtype);
-    }
-  }
-  EventLog::record(EventLog::Kind::PostBackward, name_, training_state);
-}
-
-void FSDPParamGroup::reduce(at::ScalarType dtype) {
-  at::NoGradGuard no_grad;
-  Reduction reduction;
-  std::vector<ReduceInput> inputs;
-  for (const auto& param : params_) {
-    if (param->dtype() != dtype) {
-      continue;
-    }
-    auto grad = param->take_unsharded_grad();
-    if (!grad.defined() && reduce_scatter_unused_params && param->tensor().requires_grad()) {
-      grad = at::zeros(param->geometry().sizes, param->unsharded().options());
-    }
-    if (grad.defined()) {
-      reduction.params.push_back(param.get());
-      inputs.push_back({std::move(grad), param->geometry().dim});
-    }
-  }
-  const auto dtype_on_wire = reduce_dtype.value_or(inputs.front().grad.scalar_type());
-  if (alone()) {
-    for (size_t i = 0; i < reduction.params.size(); ++i) {
-      const auto& grad = inputs[i].grad;
-      const double factor = gradient_divide_factor.value_or(1);
-      reduction.params[i]->add_sharded_grad(factor == 1 ? grad : grad.div(factor));
-    }
-    return;
-  }
-  reduction.request = {
-      .group = reduce_group_,
-      .reduce_dtype = dtype_on_wire,
-      .result_dtype = dtype,
-      .factors = divide_factors(
-          {.reduce_dtype = dtype_on_wire,
-           .shard_size = group_.size(),
-           .factor = gradient_divide_factor,
-           .force_sum = force_sum_reduction}),
-      .stream = comm->reduce_scatter_stream()};
-  reduction.reducing = start_reduce(*reduce_scatter_, inputs, reduction.request);
-  reductions_.push_back(std::move(reduction));
-  comm->add_reduction(weak_from_this());
-}
-
-void FSDPParamGroup::finish_reduction() {
-  if (reductions_.empty()) {
-    return; // reset in between
-  }
-  auto reduction = std::move(reductions_.front());
-  reductions_.pop_front();
-  const auto compute = optional_current_stream(device());
-  {
-    const c10::OptionalStreamGuard on(reduction.request.stream);
-    const auto flat = finish_reduce(reduction.reducing, reduction.request);
-    int64_t offset = 0;
-    for (auto* param : reduction.params) {
-      const auto& geometry = param->geometry();
-      param->add_sharded_grad(
-          shaped(flat.narrow(0, offset, geometry.padded_numel), geometry.shard_sizes));
-      offset += geometry.padded_numel;
-    }
-  }
-  // The input's memory goes back to compute.
-  wait_for_stream(compute, reduction.request.stream);
-}
-
-void FSDPParamGroup::end_backward(bool is_last) {
-  training_state = TrainingState::Idle;
-  show(Face::Sharded);
-  // Between microbatches memory may be kept. After the last, an optimizer may
-  // step, which version counters do not always tell.
-  maybe_outdated_ = is_unsharded() && is_last && reduce_grads;
-  if (is_last) {
-    drop_pending();
-  }
-}
-
-void FSDPParamGroup::drop_pending() {
-  if (pending_) {
-    pending_->wait(optional_current_stream(device())); // its buffer is being written
-    pending_.reset();
-    payloads_.clear();
-    to_sharded();
-  }
-}
-
-void FSDPParamGroup::reset() {
-  training_state = TrainingState::Idle;
-  pending_.reset(); // not waited for: the peers may be gone
-  payloads_.clear();
-  reductions_.clear();
-  to_sharded();
-  for (const auto& param : params_) {
-    param->take_unsharded_grad();
-  }
 }
 
 // ------------------------------------------------------------ Settings

@@ -27,6 +27,9 @@ struct ParamSpec {
   int64_t shard_dim = 0;
 };
 
+/// Throws what making a group of it would throw, before anything is changed.
+void check_shardable(const ParamSpec& spec, const DeviceMesh& mesh);
+
 // Note [Where a group's parameters are]
 //
 //   Sharded              each rank has its shard
@@ -70,8 +73,11 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   /// Moves when a shard is written to: by an optimizer, for example.
   uint64_t shard_version() const;
 
-  /// Adopts what was put in the place of shards since, and checks that all can
-  /// be trained. Idempotent; before the first gather.
+  /// Whether somebody put something else in the place of a shard (Module::to),
+  /// or changed how it is sent.
+  bool was_changed() const;
+  /// Adopts that, and checks that all can be trained. Idempotent; before each
+  /// gather.
   void lazy_init();
 
   // ---- Gather
@@ -87,7 +93,8 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
 
   // ---- One iteration, as the state calls it
 
-  void pre_forward();
+  /// `entering`: the first of the modules that share this group.
+  void pre_forward(bool entering = true);
   void post_forward();
   /// False if it had been called already.
   bool pre_backward();
@@ -105,8 +112,11 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   void end_backward(bool is_last);
   /// Forgets a gather that nobody waited for.
   void drop_pending();
-  /// Sharded, with nothing pending and no gradient left to reduce.
+  void drop_unused_prefetch();
+  /// Sharded, with nothing pending. Gradients that were not reduced yet stay,
+  /// unless dropped.
   void reset();
+  void drop_grads();
 
   // ---- Settings
 
@@ -122,6 +132,10 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   void allocate_from_process_group(bool enable);
   /// A process group of its own for reductions. Collective.
   void set_separate_reduce_scatter_group(bool enable);
+
+  /// `on_late_grad` is called for a gradient that comes in a backward that no
+  /// hook has announced: of a loss of the parameters alone, for example.
+  void set_on_late_grad(const std::function<void()>& on_late_grad);
 
   TrainingState training_state = TrainingState::Idle;
   bool reduce_grads = true;
@@ -140,6 +154,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
     int64_t shard_offset = 0;
     int64_t numel = 0; // padded, per rank
     int64_t unsharded_offset = 0;
+    bool extended = false; // sent by an extension
   };
   struct Reduction {
     Reducing reducing;
@@ -149,6 +164,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   /// What extensions sent in the gather that is pending.
   struct Payload {
     FSDPParam* param;
+    std::shared_ptr<AllGatherExtension> extension;
     AllGatherPayload payload;
   };
 
@@ -197,6 +213,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   std::vector<at::Tensor> gather_targets_;
   at::Tensor post_forward_shard_; // 1D
   std::optional<Gathered> pending_;
+  bool prefetched_ = false; // by a forward, not by the user
   std::vector<Payload> payloads_;
   std::deque<Reduction> reductions_;
 };

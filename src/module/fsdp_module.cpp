@@ -34,7 +34,9 @@ bool is_fsdp_module(ModuleRef module) {
 UnshardHandle::UnshardHandle(std::weak_ptr<FSDPState> state) : state_(std::move(state)) {}
 
 void UnshardHandle::wait() {
-  locked(state_)->wait_for_unshard();
+  if (!std::exchange(waited_, true)) {
+    locked(state_)->wait_for_unshard();
+  }
 }
 
 FSDPModule FSDPModule::of(ModuleRef module) {

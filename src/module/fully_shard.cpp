@@ -53,6 +53,9 @@ void check_module(const ModuleRef& module) {
       "fsdp::call. A module that LibTorch builds inside another cannot be hooked: shard the outer "
       "one");
   TORCH_CHECK_VALUE(
+      hookable || !module->weak_from_this().expired(), "[fully_shard] by_call needs a ", type,
+      " that a holder or a shared_ptr owns");
+  TORCH_CHECK_VALUE(
       !detail::state_of(*module), "[fully_shard] can only be applied to a module once: this ", type,
       " is sharded already");
 }
@@ -182,8 +185,17 @@ FSDPState::Groups make_groups(
     }
     found->second.push_back({param, param_name, placement ? placement->dim : 0});
   }
+  for (const auto& [over, specs] : by_mesh) { // all checks come before the first change
+    (void)options.reshard_after_forward.ranks(over.get_group().size());
+    for (const auto& spec : specs) {
+      detail::check_shardable(spec, over);
+    }
+  }
   FSDPState::Groups groups;
   for (const auto& [over, specs] : by_mesh) {
+    for (const auto& spec : specs) {
+      move_to(spec.param, device_of(over));
+    }
     auto group = std::make_shared<FSDPParamGroup>(specs, over, name);
     group->set_post_forward_ranks(options.reshard_after_forward.ranks(group->size()));
     groups.push_back(std::move(group));
@@ -214,29 +226,16 @@ FSDPModule detail::fully_shard_all(
   const auto params = unmanaged_params(roots, options);
   const auto mesh = mesh_of(options, params);
   const auto device = device_of(mesh);
-  (void)options.reshard_after_forward.ranks(mesh.get_group().size()); // before anything changes
-  for (const auto& [name, param] : params) {
-    move_to(param, device);
-  }
-  move_buffers(roots, device);
+  (void)options.reshard_after_forward.ranks(mesh.get_group().size()); // without parameters too
   const auto name = joined_types(roots);
   std::vector<const void*> addresses;
-  std::vector<torch::nn::Module*> pointers;
   for (const auto& root : roots) {
     addresses.push_back(&*root);
-    pointers.push_back(&*root);
   }
-  // The state lives in the modules, so it refers to them plainly.
+  auto groups = make_groups(params, mesh, options, name);
+  move_buffers(roots, device);
   auto state = std::make_shared<FSDPState>(
-      name, std::move(addresses), device, make_groups(params, mesh, options, name), [pointers] {
-        detail::Subtree below;
-        for (auto* root : pointers) {
-          auto part = detail::look_below(*root);
-          below.nodes.insert(below.nodes.end(), part.nodes.begin(), part.nodes.end());
-          below.params.insert(below.params.end(), part.params.begin(), part.params.end());
-        }
-        return below;
-      });
+      name, std::move(addresses), device, std::move(groups), detail::looking_below(roots));
   state->auto_reshard_after_forward = options.reshard_after_forward.is_auto();
   state->ignored_params = options.ignored_params;
   for (const auto& root : roots) {

@@ -3,6 +3,7 @@
 #include <fsdp/call.h>
 #include <fsdp/hooked.h>
 #include <fsdp/tie_weights.h>
+#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
@@ -55,11 +56,14 @@ void check_member(
 }
 
 template <class... Impl>
-void check_weight_of(const std::string& name, torch::nn::Module& module) {
+void check_members_of(const std::string& name, torch::nn::Module& module) {
   (
       [&] {
         if (const auto* impl = dynamic_cast<const Impl*>(&module)) {
           check_member(name, "weight", impl->weight, module);
+          if constexpr (requires { impl->bias; }) {
+            check_member(name, "bias", impl->bias, module);
+          }
         }
       }(),
       ...);
@@ -116,20 +120,50 @@ Subtree look_below(torch::nn::Module& root) {
   Subtree below;
   walk(root, [&](const std::string& name, torch::nn::Module& module) {
     if (auto state = state_of(module)) {
-      below.nodes.push_back({name, std::move(state)});
+      below.nodes.push_back({name, &module, std::move(state)});
     }
   });
   below.params = named_parameters(root);
   return below;
 }
 
+std::function<Subtree()> looking_below(const std::vector<ModuleRef>& roots) {
+  struct Root {
+    torch::nn::Module* module;
+    std::weak_ptr<torch::nn::Module> owned;
+    bool is_owned; // else it lives on a stack, and its state in it
+  };
+  std::vector<Root> kept;
+  for (const auto& root : roots) {
+    auto owned = root->weak_from_this();
+    const bool is_owned = !owned.expired();
+    kept.push_back({&*root, std::move(owned), is_owned});
+  }
+  return [kept = std::move(kept)] {
+    Subtree below;
+    bool any = false;
+    for (const auto& root : kept) {
+      if (root.is_owned && root.owned.expired()) {
+        continue;
+      }
+      any = true;
+      auto part = look_below(*root.module);
+      below.nodes.insert(below.nodes.end(), part.nodes.begin(), part.nodes.end());
+      below.params.insert(below.params.end(), part.params.begin(), part.params.end());
+    }
+    TORCH_CHECK(any, "[FSDPModule] the module of this handle is gone");
+    return below;
+  };
+}
+
 void check_members(torch::nn::Module& root) {
   namespace nn = torch::nn;
   walk(root, [](const std::string& name, nn::Module& module) {
-    check_weight_of<
+    check_members_of<
         nn::LinearImpl, nn::BilinearImpl, nn::EmbeddingImpl, nn::EmbeddingBagImpl,
-        nn::LayerNormImpl, nn::GroupNormImpl, nn::Conv1dImpl, nn::Conv2dImpl, nn::Conv3dImpl>(
-        name, module);
+        nn::LayerNormImpl, nn::GroupNormImpl, nn::BatchNorm1dImpl, nn::BatchNorm2dImpl,
+        nn::BatchNorm3dImpl, nn::Conv1dImpl, nn::Conv2dImpl, nn::Conv3dImpl,
+        nn::ConvTranspose1dImpl, nn::ConvTranspose2dImpl, nn::ConvTranspose3dImpl>(name, module);
   });
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <fsdp/module_ref.h>
 #include <torch/nn/module.h>
 
 #include <functional>
@@ -26,6 +27,8 @@ std::shared_ptr<FSDPState> state_of(const torch::nn::Module& module);
 void set_state(torch::nn::Module& module, std::shared_ptr<FSDPState> state);
 
 Subtree look_below(torch::nn::Module& root);
+/// The same for several, later: those that are gone by then are left out.
+std::function<Subtree()> looking_below(const std::vector<ModuleRef>& roots);
 
 /// Throws where a built-in module's member and its entry in the parameter dict
 /// are two tensors: somebody assigned the member to tie it.

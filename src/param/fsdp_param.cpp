@@ -51,6 +51,9 @@ class UnshardedAccumulator : public autograd::Node {
     autograd::AccumulateGrad::accumulateGrad(
         unsharded_, slot->grad, grad, /*num_expected_refs=*/1,
         [&](at::Tensor&& sum) { slot->grad = std::move(sum); });
+    if (slot->on_grad) {
+      slot->on_grad();
+    }
     return {};
   }
 
@@ -77,11 +80,7 @@ FSDPParam::FSDPParam(at::Tensor param, std::string name, DeviceMesh mesh, ShardG
       unsharded_version_(kFirstUnshardedVersion),
       seen_unsharded_version_(kFirstUnshardedVersion),
       sharded_accumulator_(weak_node(NodePtr())),
-      slot_(std::make_shared<Slot>(Slot{{}, std::move(name)})) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      param_.is_contiguous(), "[fully_shard] does not support non-contiguous parameters: '",
-      this->name(), "' has sizes ", param_.sizes(), " and strides ", param_.strides(),
-      "; call contiguous() on it first");
+      slot_(std::make_shared<Slot>(Slot{{}, std::move(name), {}})) {
   std::lock_guard lock(table_mutex);
   const bool is_new = table.emplace(param_.unsafeGetTensorImpl(), this).second;
   TORCH_INTERNAL_ASSERT(is_new, "parameter '", this->name(), "' is managed already");
@@ -125,6 +124,7 @@ void FSDPParam::attach(at::Tensor sharded, at::Tensor unsharded) {
   auto* impl = param_.unsafeGetTensorImpl();
   impl->shallow_copy_from(sharded_.getIntrusivePtr());
   impl->set_version_counter(sharded_version_);
+  sharded_.unsafeGetTensorImpl()->set_version_counter(sharded_version_); // as_dtensor hands it out
   auto& grad = param_.mutable_grad();
   if (grad.defined()) {
     grad = grad.to(param_.options()); // Module::to leaves it as it was
@@ -132,10 +132,10 @@ void FSDPParam::attach(at::Tensor sharded, at::Tensor unsharded) {
 }
 
 bool FSDPParam::was_replaced() const {
-  return face_ == Face::Sharded &&
-         (param_.storage().unsafeGetStorageImpl() != sharded_.storage().unsafeGetStorageImpl() ||
-          param_.storage_offset() != sharded_.storage_offset() ||
-          param_.scalar_type() != sharded_.scalar_type() || param_.sizes() != sharded_.sizes());
+  const auto& shown = face_ == Face::Sharded ? sharded_ : unsharded_;
+  return param_.storage().unsafeGetStorageImpl() != shown.storage().unsafeGetStorageImpl() ||
+         param_.storage_offset() != shown.storage_offset() ||
+         param_.scalar_type() != shown.scalar_type() || param_.sizes() != shown.sizes();
 }
 
 bool FSDPParam::take_unsharded_edit() {
@@ -158,7 +158,9 @@ void FSDPParam::show(Face face) {
     // Also for a frozen parameter: it may be unfrozen later.
     autograd::impl::set_grad_accumulator(param_, weak_node(unsharded_accumulator_));
   } else {
-    impl->shallow_copy_from(sharded_.getIntrusivePtr());
+    if (!was_replaced()) { // else it stays, to be adopted
+      impl->shallow_copy_from(sharded_.getIntrusivePtr());
+    }
     impl->set_version_counter(sharded_version_);
     autograd::impl::set_grad_accumulator(param_, sharded_accumulator_);
   }

@@ -4,8 +4,8 @@
 
 #include <fsdp/extension.h>
 
+#include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "param/autograd_compat.h"
@@ -35,9 +35,9 @@ namespace fsdp::detail {
 //   counters would let a shard be broadcast silently.
 // - A face is a view, but not one that autograd knows of (`variable_data`):
 //   else `zero_grad` could not detach it in place.
-// - Whoever replaces the content of the tensor while it shows the shard
-//   (Module::to, set_data) is noticed before the next gather, and what they
-//   put there is adopted.
+// - Whoever replaces the content of the tensor (Module::to, set_data) is
+//   noticed before the face changes, and what they put there is adopted: a
+//   shard, or the whole parameter.
 
 enum class Face : std::uint8_t { Sharded, Unsharded };
 
@@ -88,7 +88,7 @@ class FSDPParam {
     return face_;
   }
   void show(Face face);
-  /// Whether the tensor shows the shard, but another one than it was given.
+  /// Whether the content of the tensor is another one than it was given.
   bool was_replaced() const;
   /// Moves when somebody, an optimizer for example, writes into the shard.
   uint32_t shard_version() const {
@@ -112,6 +112,10 @@ class FSDPParam {
     return slot_->grad;
   }
   at::Tensor take_unsharded_grad();
+  /// Called in backward when a part of it arrives.
+  void set_on_grad(std::function<void()> on_grad) {
+    slot_->on_grad = std::move(on_grad);
+  }
   /// Adds `grad` to `.grad`, or makes it that, and calls the parameter's
   /// post-accumulate-grad hooks.
   void add_sharded_grad(const at::Tensor& grad);
@@ -127,6 +131,7 @@ class FSDPParam {
   struct Slot {
     at::Tensor grad;
     std::string name;
+    std::function<void()> on_grad;
   };
 
   const at::Tensor param_;

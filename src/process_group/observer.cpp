@@ -15,7 +15,11 @@ const std::string no_label;
 CollectiveObserver::CollectiveObserver() : outer_(std::exchange(innermost, this)) {}
 
 CollectiveObserver::~CollectiveObserver() {
-  innermost = outer_;
+  auto** at = &innermost;
+  while (*at != this) { // not always the innermost
+    at = &(*at)->outer_;
+  }
+  *at = outer_;
 }
 
 void CollectiveObserver::notify(const CollectiveCall& call, const std::string& group) {

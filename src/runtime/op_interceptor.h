@@ -6,7 +6,8 @@
 namespace fsdp::detail {
 
 /// While it lives, sees every operator that the calling thread calls, before it
-/// runs; not those that operators call in turn. May change the arguments.
+/// runs; not those that operators call in turn. May change the arguments. They
+/// must end in the reverse order of their beginnings.
 class OpInterceptor {
  public:
   OpInterceptor();

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/grad_mode.h>
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -33,19 +34,36 @@ class CallNode : public autograd::Node {
   const std::function<void()> call_;
 };
 
-/// An alias, not a view: it shares memory and version counter, and an in-place
-/// edit of it is recorded behind the node instead of losing it.
-void insert_node(const std::vector<at::Tensor*>& tensors, std::function<void()> call) {
+NodePtr node_before(const std::vector<at::Tensor*>& tensors, std::function<void()> call) {
   autograd::edge_list edges;
   for (const auto* tensor : tensors) {
     edges.push_back(autograd::impl::gradient_edge(*tensor));
   }
-  const auto node = make_node<CallNode>(std::move(edges), std::move(call));
-  for (auto* tensor : tensors) {
-    auto alias = tensor->detach();
-    autograd::set_history(alias, node);
-    *tensor = std::move(alias);
+  return make_node<CallNode>(std::move(edges), std::move(call));
+}
+
+/// A view of itself, as a custom Function would return it: to write into it in
+/// place throws, because whoever holds the tensor would not learn of it.
+at::Tensor view_behind(const at::Tensor& tensor, const NodePtr& node) {
+  at::NoGradGuard no_grad;
+  auto view = tensor.view_as(tensor);
+  autograd::impl::get_view_autograd_meta(view)->set_creation_meta(
+      autograd::CreationMeta::IN_CUSTOM_FUNCTION);
+  autograd::set_history(view, node);
+  return view;
+}
+
+/// Whether a hook on this tensor is lost when it is edited in place, and it may
+/// be replaced: it is an ordinary view, of which no other holds the memory.
+bool is_view_alone(const at::Tensor& tensor, const std::vector<at::Tensor*>& all) {
+  if (!tensor.is_view() || autograd::impl::get_view_autograd_meta(tensor)->get_creation_meta() !=
+                               autograd::CreationMeta::DEFAULT) {
+    return false;
   }
+  return std::none_of(all.begin(), all.end(), [&](const auto* other) {
+    return other != &tensor && other->defined() && other->has_storage() &&
+           other->is_alias_of(tensor);
+  });
 }
 
 std::vector<at::Tensor*> that_need_gradients(const std::vector<at::Tensor*>& tensors) {
@@ -90,14 +108,26 @@ void call_after_gradients(
     const std::vector<at::Tensor*>& tensors, std::function<void()> on_backward) {
   const auto differentiable = that_need_gradients(tensors);
   if (!differentiable.empty()) {
-    insert_node(differentiable, std::move(on_backward));
+    const auto node = node_before(differentiable, std::move(on_backward));
+    for (auto* tensor : differentiable) {
+      *tensor = view_behind(*tensor, node);
+    }
   }
 }
 
 void call_at_each_gradient(
     const std::vector<at::Tensor*>& tensors, const std::function<void()>& on_backward) {
-  for (auto* tensor : that_need_gradients(tensors)) {
-    insert_node({tensor}, on_backward);
+  const auto differentiable = that_need_gradients(tensors);
+  for (auto* tensor : differentiable) {
+    if (is_view_alone(*tensor, differentiable)) {
+      // An alias: an edit of it is recorded behind the node.
+      const auto node = node_before({tensor}, on_backward);
+      auto alias = tensor->detach();
+      autograd::set_history(alias, node);
+      *tensor = std::move(alias);
+    } else if (!tensor->is_leaf()) {
+      tensor->register_hook([on_backward](const at::Tensor&) { on_backward(); });
+    }
   }
 }
 

@@ -7,13 +7,15 @@
 
 namespace fsdp::detail {
 
-/// Replaces the tensors that need gradients by aliases behind one autograd
+/// Replaces the tensors that need gradients by views of them behind one autograd
 /// node that calls `on_backward` when the gradients of all of them are there,
 /// then passes these on. Made before a module's operators, it runs after them.
+/// An edit of such a view in place throws.
 void call_after_gradients(
     const std::vector<at::Tensor*>& tensors, std::function<void()> on_backward);
 
-/// The same with a node for each: `on_backward` is called for each gradient.
+/// Calls `on_backward` when the gradient of any of the tensors arrives. May
+/// replace a tensor where a hook would be lost in an edit in place.
 void call_at_each_gradient(
     const std::vector<at::Tensor*>& tensors, const std::function<void()>& on_backward);
 

@@ -27,7 +27,7 @@ void BypassCheck::before(const c10::OperatorHandle& op, torch::jit::Stack& stack
     if (argument.isTensor()) {
       check(op, argument.toTensor());
     } else if (argument.isTensorList()) {
-      for (const at::Tensor& tensor : argument.toTensorList()) {
+      for (const auto& tensor : argument.toTensorVector()) {
         check(op, tensor);
       }
     }

@@ -28,6 +28,7 @@ struct StateContext {
 struct Subtree {
   struct Node {
     std::string name; // "" is the module itself
+    const void* module;
     std::shared_ptr<FSDPState> state;
   };
   std::vector<Node> nodes; // the sharded modules, in order
@@ -59,9 +60,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   const Groups& groups() const {
     return groups_;
   }
-  const StateContext& context() const {
-    return *context_;
-  }
+
   const CommContext& comm() const {
     return *comm_;
   }
@@ -105,7 +104,9 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
  private:
   // Lazy init
   void lazy_init();
-  void set_names(const Subtree& below);
+  static void set_names(const Subtree& below);
+  static void check_shared_params(const Subtree& below);
+  static void warn_of_unmanaged_params(const Subtree& below);
 
   // Forward
   void begin_root_forward();
@@ -122,7 +123,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   void queue_final_callback();
   void queue_partial_callback();
   static void finish_backward(StateContext& context, CommContext& comm);
-  static void reset_all(StateContext& context, CommContext& comm);
+  static void reset_all(StateContext& context, CommContext& comm, bool drop_grads);
 
   std::string name_;
   const std::vector<const void*> modules_;

@@ -546,7 +546,7 @@ TEST(Growth, NoneOverAThousandSteps) {
       loss_of(net, step);
     }
     default_group().barrier();
-    const auto bytes = resident();
+    [[maybe_unused]] const auto bytes = resident();
     const auto threads = num_threads();
     const auto records = recorded();
     for (int step = 0; step < 1000; ++step) {
@@ -556,7 +556,9 @@ TEST(Growth, NoneOverAThousandSteps) {
       loss_of(net, step);
     }
     default_group().barrier();
+#ifndef __SANITIZE_ADDRESS__ // which keeps what was freed for a while
     EXPECT_LE(resident() - bytes, 4 << 20);
+#endif
     EXPECT_LE(num_threads(), threads); // a rank may have ended
     EXPECT_LE(recorded(), records + 4);
     EXPECT_LE(recorded(), 8u);

@@ -30,5 +30,27 @@ TEST(GlooTraining, EqualsTheUnshardedModel) {
   });
 }
 
+// gloo reads a gather's input when it likes.
+TEST(GlooTraining, AnUnusedForwardPrefetchIsNotTakenForNewerWeights) {
+  expect_ranks_pass(2, [] {
+    init_process_group({.backend = "gloo"});
+    auto net = seeded<DoubleLinear>(8);
+    auto reference = seeded<DoubleLinear>(8);
+    auto first = fully_shard(net->lin1);
+    auto second = fully_shard(net->lin2);
+    fully_shard(net);
+    first.set_modules_to_forward_prefetch({second});
+    train_and_compare(
+        net, reference,
+        [](DoubleLinear& each, int step) {
+          each->use_second_linear = step % 2 == 1; // lin2 is prefetched and not used, then used
+          auto outputs = each(random_batch(step, {2, 8}));
+          return outputs.front().sum() + outputs.back().pow(2).sum();
+        },
+        4);
+    destroy_process_group();
+  });
+}
+
 } // namespace
 } // namespace fsdp

@@ -164,7 +164,7 @@ void expect_like_torch(const Case& c) {
     expect_same(results, step(torchs, theirs.run, 1));
     EXPECT_EQ(mine->named_parameters().keys(), torchs->named_parameters().keys());
     for (const auto& item : torchs->named_parameters()) {
-      const auto& param = mine->named_parameters()[item.key()];
+      const auto param = mine->named_parameters()[item.key()];
       EXPECT_TRUE(same(param, item.value())) << item.key();
       EXPECT_TRUE(same(param.grad(), item.value().grad())) << "gradient of " << item.key();
     }

@@ -20,5 +20,6 @@ string(FIND "${output}" "${expected}" found)
 if(found EQUAL -1)
   message(FATAL_ERROR "the consumer printed:\n${output}")
 endif()
+run(${WORK}/build/first_shard) # compares with the unsharded model itself
 # The tool is installed beside the library and finds it.
 run(${WORK}/prefix/bin/fsdp run -n 2 -- ${WORK}/build/consumer)

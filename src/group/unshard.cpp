@@ -1,0 +1,226 @@
+// How a group's parameters become whole, and shards again.
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "group/event_log.h"
+#include "group/flat_views.h"
+#include "group/param_group.h"
+#include "process_group/observer.h"
+
+namespace fsdp::detail {
+
+void FSDPParamGroup::unshard(bool async_op) {
+  if ((pending_ || (is_unsharded() && !maybe_outdated_)) && !was_changed()) {
+    return;
+  }
+  drop_pending(); // outdated
+  record_event(EventLog::Kind::Unshard, name_, training_state);
+  if (!unshard_in_backward && training_state == TrainingState::PreBackward) {
+    return;
+  }
+  const CollectiveLabel label(name_);
+  const auto streams = comm->gather_streams(
+      device(), !async_op && (training_state == TrainingState::Forward ||
+                              training_state == TrainingState::PreBackward));
+  if (sharded_state_ == ShardedState::ShardedPostForward &&
+      training_state == TrainingState::PreBackward) {
+    wait_for_stream(streams.copy_in, optional_current_stream(device())); // has made that shard
+    pending_ = start_gather(*all_gather_, post_forward_shard_, post_forward_group_, streams);
+    return;
+  }
+  lazy_init();
+  post_forward_shard_ = at::Tensor(); // a forward wants the shards as they are now
+  sharded_state_ = is_unsharded() ? sharded_state_ : ShardedState::Sharded;
+  at::Tensor input;
+  {
+    const c10::OptionalStreamGuard on(streams.copy_in);
+    input = gather_input();
+  }
+  if (alone()) {
+    pending_ = Gathered{.input = input, .buffer = input, .work = {}, .issued = {}};
+  } else {
+    pending_ = start_gather(*all_gather_, std::move(input), group_, streams);
+  }
+}
+
+at::Tensor FSDPParamGroup::gather_input() {
+  if (num_plain_ == params_.size()) {
+    return shard_;
+  }
+  at::NoGradGuard no_grad;
+  payloads_.clear();
+  std::vector<at::Tensor> pieces{shard_.narrow(0, 0, plain_numel_)};
+  for (size_t k = num_plain_; k < order_.size(); ++k) {
+    auto& param = *params_[order_[k]];
+    const auto& part = parts_[order_[k]];
+    const auto& geometry = param.geometry();
+    auto padded_sizes = geometry.sizes;
+    padded_sizes[geometry.dim] = (geometry.sizes[geometry.dim] + group_.size() - 1) / group_.size();
+    auto payload = param.extension->pre_all_gather(
+        typed_view(shard_, part.shard_offset, part.numel, param.dtype()).view(padded_sizes),
+        param.gather_info());
+    TORCH_CHECK_VALUE(
+        !payload.tensors.empty(), "[fully_shard] the all-gather extension of '", param.name(),
+        "' sends no tensor");
+    for (auto& tensor : payload.tensors) {
+      tensor = tensor.dim() == 0 ? tensor.view({1}) : tensor.contiguous();
+      pieces.push_back(tensor.view(-1).view(at::kByte));
+    }
+    payloads_.push_back({&param, param.extension, std::move(payload)});
+  }
+  return at::cat(pieces);
+}
+
+void FSDPParamGroup::wait_for_unshard() {
+  if (!pending_) {
+    if (is_unsharded() && !maybe_outdated_) {
+      show(Face::Unsharded); // kept from the microbatch before
+    }
+    return;
+  }
+  if (was_changed()) {
+    unshard(); // again, with what was put there in between
+  }
+  const bool forward = training_state == TrainingState::Forward;
+  if (forward) {
+    comm->release_parked();
+  }
+  const auto current = optional_current_stream(device());
+  pending_->wait(current);
+  if (unsharded_) {
+    unsharded_->allocate();
+    copy_out_all();
+  }
+  post_forward_shard_ = at::Tensor();
+  sharded_state_ = ShardedState::Unsharded;
+  maybe_outdated_ = false;
+  show(Face::Unsharded);
+  auto copied_out = StreamEvent::of(current);
+  if (forward && has_streams(device())) {
+    comm->park(*std::move(pending_), std::move(copied_out));
+  } else {
+    comm->gather_after(copied_out);
+  }
+  pending_.reset();
+  prefetched_ = false;
+}
+
+void FSDPParamGroup::copy_out_all() {
+  at::NoGradGuard no_grad;
+  if (post_forward_shard_.defined()) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd; // as copy_out
+    unsharded_->tensor().copy_(pending_->buffer);
+    return;
+  }
+  const auto row = pending_->input.numel();
+  auto targets = gather_targets_;
+  auto numels = gather_numels_;
+  targets.resize(num_plain_);
+  for (const auto& [param, extension, payload] : payloads_) {
+    for (const auto& tensor : payload.tensors) {
+      numels.push_back(static_cast<int64_t>(tensor.nbytes()));
+      targets.emplace_back();
+    }
+  }
+  for (size_t k = 0; k < targets.size(); ++k) {
+    if (!targets[k].defined()) {
+      // No run of the whole (another dim than 0, or packed): by way of a copy.
+      targets[k] = at::empty({group_.size(), numels[k]}, shard_.options());
+    }
+  }
+  if (row > 0) {
+    copy_out(pending_->buffer, numels, row, targets);
+  }
+  for (size_t k = 0; k < num_plain_; ++k) {
+    auto& param = *params_[order_[k]];
+    const auto& geometry = param.geometry();
+    if (geometry.dim != 0) {
+      auto pieces = typed_view(targets[k].view(-1), 0, targets[k].numel(), param.dtype())
+                        .view({group_.size(), geometry.padded_numel})
+                        .unbind(0);
+      for (auto& piece : pieces) {
+        piece = piece.view(geometry.shard_sizes); // even, so every rank's are the same
+      }
+      auto whole = param.unsharded().detach();
+      at::cat_out(whole, pieces, geometry.dim);
+    }
+  }
+  copy_out_payloads({targets.begin() + static_cast<int64_t>(num_plain_), targets.end()});
+}
+
+void FSDPParamGroup::copy_out_payloads(std::vector<at::Tensor> outputs) {
+  auto next = outputs.begin();
+  for (auto& [param, extension, payload] : payloads_) {
+    std::vector<at::Tensor> received;
+    for (const auto& tensor : payload.tensors) {
+      auto sizes = tensor.sizes().vec();
+      sizes[0] *= group_.size();
+      received.push_back((next++)->view(-1).view(tensor.scalar_type()).view(sizes));
+    }
+    auto whole = param->unsharded().detach();
+    extension->post_all_gather(received, payload.metadata, param->gather_info(), whole);
+  }
+  payloads_.clear();
+}
+
+void FSDPParamGroup::reshard() {
+  const bool forward = training_state == TrainingState::Forward;
+  if (forward && post_forward_ranks_ == 0) {
+    return;
+  }
+  record_event(EventLog::Kind::Reshard, name_, training_state);
+  if (forward && post_forward_ranks_ < group_.size()) {
+    to_sharded_post_forward();
+  } else {
+    to_sharded();
+  }
+}
+
+void FSDPParamGroup::to_sharded() {
+  show(Face::Sharded);
+  post_forward_shard_ = at::Tensor();
+  if (unsharded_ && unsharded_->allocated() && !pending_) {
+    unsharded_->free();
+  }
+  sharded_state_ = ShardedState::Sharded;
+  maybe_outdated_ = false;
+  const bool replaced = std::any_of(
+      params_.begin(), params_.end(), [](const auto& param) { return param->was_replaced(); });
+  if (replaced) {
+    build(); // somebody put something else in the place of the whole
+  }
+}
+
+void FSDPParamGroup::to_sharded_post_forward() {
+  if (!is_unsharded()) {
+    return;
+  }
+  at::NoGradGuard no_grad;
+  const auto numel = unsharded_numel_ / post_forward_ranks_;
+  const auto rank = group_.rank() % post_forward_ranks_;
+  auto kept = unsharded_->tensor().narrow(0, rank * numel, numel).clone();
+  to_sharded();
+  post_forward_shard_ = std::move(kept);
+  sharded_state_ = ShardedState::ShardedPostForward;
+}
+
+void FSDPParamGroup::show(Face face) {
+  if (face == shown_) {
+    return;
+  }
+  for (const auto& param : params_) {
+    if (unsharded_ && face == Face::Sharded && param->take_unsharded_edit()) {
+      TORCH_WARN(
+          "[fully_shard] parameter '", param->name(),
+          "' was written to while it was unsharded; this is lost. Write to its shard, while it is "
+          "resharded");
+    }
+    param->show(face);
+  }
+  shown_ = face;
+}
+
+} // namespace fsdp::detail

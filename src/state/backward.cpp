@@ -1,0 +1,156 @@
+// What autograd calls: before and after the backward of a module, and at the end.
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "state/autograd_hooks.h"
+#include "state/fsdp_state.h"
+
+namespace fsdp::detail {
+
+uint64_t FSDPState::shard_version() const {
+  uint64_t sum = 0;
+  for (const auto& group : groups_) {
+    sum += group->shard_version();
+  }
+  return sum;
+}
+
+/// What is to be called when a gradient of an output arrives.
+std::function<void()> FSDPState::backward_hook(bool partial) {
+  if (!at::GradMode::is_enabled()) {
+    return [] {};
+  }
+  auto record = std::make_shared<ForwardRecord>();
+  if (!partial && !groups_.empty() && !inside_backward()) {
+    record->groups.assign(groups_.begin(), groups_.end());
+    comm_->record_forward(record);
+  }
+  return [weak = weak_from_this(), record, version = shard_version(), partial] {
+    if (const auto self = weak.lock()) {
+      self->pre_backward(*record, version, partial);
+    }
+  };
+}
+
+void FSDPState::pre_backward(const ForwardRecord& record, uint64_t version, bool partial) {
+  const bool replaced = std::any_of(
+      groups_.begin(), groups_.end(), [](const auto& group) { return group->was_changed(); });
+  TORCH_CHECK(
+      version == shard_version() && !replaced, "[fully_shard] parameters of '", name_,
+      "' were modified (an optimizer step, for example) between its forward and its backward, "
+      "which would compute gradients of something else; run forward again after the step");
+  if (partial) {
+    queue_partial_callback();
+  } else {
+    queue_final_callback();
+  }
+  training_state_ = TrainingState::PreBackward;
+  bool begins = false;
+  for (const auto& group : groups_) {
+    begins |= group->pre_backward();
+  }
+  if (begins) {
+    prefetch_for_backward(record);
+  }
+}
+
+// In reverse order of the forwards, as backward most likely goes, or as told.
+void FSDPState::prefetch_for_backward(const ForwardRecord& record) {
+  std::vector<std::shared_ptr<FSDPParamGroup>> next;
+  for (const auto& weak : backward_prefetch) {
+    if (const auto state = weak.lock()) {
+      next.insert(next.end(), state->groups_.rbegin(), state->groups_.rend());
+    }
+  }
+  if (backward_prefetch.empty()) {
+    if (const auto before = comm_->forward_before(record)) {
+      for (auto weak = before->groups.rbegin(); weak != before->groups.rend(); ++weak) {
+        next.push_back(weak->lock());
+      }
+    }
+  }
+  for (const auto& group : next) {
+    if (group) {
+      group->prefetch(TrainingState::PreBackward);
+    }
+  }
+}
+
+void FSDPState::post_backward() {
+  for (auto group = groups_.rbegin(); group != groups_.rend(); ++group) {
+    (*group)->post_backward();
+  }
+}
+
+void FSDPState::queue_final_callback() {
+  if (context_->final_callback_queued) {
+    return;
+  }
+  context_->final_callback_queued = true;
+  at_end_of_backward(
+      [context = context_, comm = comm_] { finish_backward(*context, *comm); },
+      [context = context_, comm = comm_] { reset_all(*context, *comm, /*drop_grads=*/true); });
+}
+
+// The backward of one of several modules that was called by itself ends for
+// this state alone; the others' is still to come.
+void FSDPState::queue_partial_callback() {
+  if (context_->final_callback_queued || training_state_ == TrainingState::PreBackward) {
+    return;
+  }
+  at_end_of_backward(
+      [weak = weak_from_this()] {
+        if (const auto self = weak.lock()) {
+          for (const auto& group : self->groups_) {
+            if (group->training_state != TrainingState::PostBackward) {
+              group->post_backward();
+            }
+          }
+          self->comm_->finish_reductions(0);
+          self->training_state_ = TrainingState::Idle;
+          for (const auto& group : self->groups_) {
+            group->end_backward(self->context_->is_last_backward);
+          }
+        }
+      },
+      [context = context_, comm = comm_] { reset_all(*context, *comm, /*drop_grads=*/true); });
+}
+
+void FSDPState::finish_backward(StateContext& context, CommContext& comm) {
+  std::vector<std::shared_ptr<FSDPState>> states;
+  for (const auto& weak : context.states) {
+    if (auto state = weak.lock()) {
+      states.push_back(std::move(state));
+    }
+  }
+  // A backward inside a forward leaves that one alone.
+  std::erase_if(states, [](const auto& state) { return !state->running_.empty(); });
+  for (const auto& state : states) {
+    state->yet_to_forward_.clear();
+    state->training_state_ = TrainingState::Idle;
+    for (auto it = state->groups_.rbegin(); it != state->groups_.rend(); ++it) {
+      // Inputs that need no gradient, modules that were not used, and gradients
+      // that came after post-backward (a weight used elsewhere too).
+      auto& group = **it;
+      const bool late = group.reduce_grads && group.has_unsharded_grads();
+      if (group.training_state != TrainingState::PostBackward || late) {
+        group.post_backward();
+      }
+    }
+  }
+  comm.finish_reductions(0);
+  for (const auto& state : states) {
+    for (const auto& group : state->groups_) {
+      group->end_backward(context.is_last_backward);
+    }
+  }
+  if (context.is_last_backward) {
+    comm.forget_forwards();
+  }
+  context.final_callback_queued = false;
+}
+
+} // namespace fsdp::detail

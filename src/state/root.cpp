@@ -1,0 +1,144 @@
+// The first forward: who is the root, what belongs to it, and under which name.
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include "base/text.h"
+#include "state/fsdp_state.h"
+
+namespace fsdp::detail {
+
+// The first module whose forward runs is the root of all that is below it. Only
+// when nothing was found wrong do the states learn of it.
+void FSDPState::lazy_init() {
+  TORCH_CHECK(
+      modules_.size() == 1, "[fully_shard] requires a single root module, but '", name_,
+      "' is one group of ", modules_.size(),
+      " modules; call fully_shard on the module that contains them too, and run that one");
+  const auto below = look_below_();
+  for (const auto& node : below.nodes) {
+    TORCH_CHECK(
+        node.state.get() == this || !node.state->initialized_,
+        "[fully_shard] state has already been lazily initialized for ", node.name,
+        ", because its forward ran before that of '", name_,
+        "', which contains it; requires running forward through the root module first");
+  }
+  const auto states = states_below();
+  set_names(below);
+  check_shared_params(below);
+  for (const auto& state : states) {
+    for (const auto& group : state->groups_) {
+      group->lazy_init();
+    }
+  }
+  for (const auto& state : states) {
+    context_->states.push_back(state);
+    state->context_ = context_;
+    state->comm_ = comm_;
+    state->initialized_ = true;
+    for (const auto& group : state->groups_) {
+      group->comm = comm_;
+      group->set_on_late_grad([weak = std::weak_ptr(state)] {
+        if (const auto alive = weak.lock()) {
+          alive->queue_final_callback();
+        }
+      });
+      comm_->max_input_buffers = std::max(comm_->max_input_buffers, group->max_input_buffers);
+    }
+  }
+  comm_->lazy_init(device_);
+  warn_of_unmanaged_params(below);
+  if (auto_reshard_after_forward) {
+    // Its backward begins at once: it would be freed only to be gathered.
+    for (const auto& group : groups_) {
+      group->set_post_forward_ranks(0);
+    }
+  }
+}
+
+void FSDPState::set_names(const Subtree& below) {
+  std::unordered_set<const FSDPState*> named;
+  std::unordered_set<const void*> modules;
+  for (const auto& node : below.nodes) {
+    if (modules.insert(node.module).second) { // registered twice: the first name counts
+      auto& state = *node.state;
+      state.name_ = named.insert(&state).second ? node.name : state.name_ + ", " + node.name;
+    }
+  }
+  for (const auto& node : below.nodes) {
+    for (const auto& group : node.state->groups_) {
+      group->set_name(node.state->name_);
+    }
+  }
+  std::unordered_set<const at::TensorImpl*> seen;
+  for (const auto& [name, tensor] : below.params) {
+    auto* param = FSDPParam::find(tensor);
+    if (param && seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      param->set_name(name);
+    }
+  }
+}
+
+// A shared parameter is gathered when a module of its group runs; a site outside
+// of these would see the shard.
+void FSDPState::check_shared_params(const Subtree& below) {
+  std::unordered_map<const FSDPParam*, std::vector<std::string>> reaches;
+  for (const auto& node : below.nodes) {
+    for (const auto& group : node.state->groups_) {
+      for (const auto& param : group->params()) {
+        reaches[param.get()].push_back(node.name.empty() ? "" : node.name + ".");
+      }
+    }
+  }
+  for (const auto& [name, tensor] : below.params) {
+    const auto found = reaches.find(FSDPParam::find(tensor));
+    if (found == reaches.end()) {
+      continue;
+    }
+    const auto& prefixes = found->second;
+    const bool inside =
+        std::any_of(prefixes.begin(), prefixes.end(), [&site = name](const std::string& prefix) {
+          return site.compare(0, prefix.size(), prefix) == 0;
+        });
+    TORCH_CHECK_VALUE(
+        inside, "[fully_shard] parameter '", name, "' is shared with '", found->first->name(),
+        "', which is already managed by another FSDP group. For shared parameters, put both "
+        "modules in one group: fully_shard({module_a, module_b})");
+  }
+}
+
+void FSDPState::warn_of_unmanaged_params(const Subtree& below) {
+  std::unordered_set<const at::TensorImpl*> known;
+  for (const auto& node : below.nodes) {
+    for (const auto& param : node.state->ignored_params) {
+      known.insert(param.unsafeGetTensorImpl());
+    }
+  }
+  std::vector<std::string> unmanaged;
+  for (const auto& [name, tensor] : below.params) {
+    if (tensor.requires_grad() && !FSDPParam::find(tensor) &&
+        known.insert(tensor.unsafeGetTensorImpl()).second) {
+      unmanaged.push_back(name);
+    }
+  }
+  if (!unmanaged.empty()) {
+    TORCH_WARN(
+        "[fully_shard] these parameters appeared after fully_shard and are not sharded; their "
+        "gradients are not reduced: ",
+        join(unmanaged));
+  }
+}
+
+void FSDPState::share_comm(const FSDPState& first) {
+  for (const auto& state : states_below()) {
+    state->comm_ = first.comm_;
+    for (const auto& group : state->groups_) {
+      group->comm = first.comm_;
+    }
+  }
+}
+
+} // namespace fsdp::detail
