@@ -18,4 +18,15 @@ inline at::Tensor shaped(const at::Tensor& run, const std::vector<int64_t>& size
   return run.narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
 }
 
+/// The same from an offset on, by hand instead of by operators, because it is
+/// done for every gradient in every step. Not a view, for autograd.
+inline at::Tensor raw_part(
+    const at::Tensor& flat, int64_t offset, const std::vector<int64_t>& sizes) {
+  auto impl = flat.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      c10::VariableVersion(0u), /*allow_tensor_metadata_change=*/true);
+  impl->set_storage_offset(flat.storage_offset() + offset);
+  impl->set_sizes_contiguous(sizes);
+  return at::Tensor(std::move(impl));
+}
+
 } // namespace fsdp::detail

@@ -143,8 +143,7 @@ void FSDPParamGroup::finish_reduction() {
     int64_t offset = 0;
     for (auto* param : reduction.params) {
       const auto& geometry = param->geometry();
-      param->add_sharded_grad(
-          shaped(flat.narrow(0, offset, geometry.padded_numel), geometry.shard_sizes));
+      param->add_sharded_grad(raw_part(flat, offset, geometry.shard_sizes));
       offset += geometry.padded_numel;
     }
   }

@@ -40,7 +40,10 @@ auto guarded(
     GroupState& group, CollectiveKind kind, const std::string& module, bool diagnose, Step step) {
   try {
     return step();
-  } catch (const CommError&) {
+  } catch (CommError& error) {
+    if (!module.empty()) {
+      error.add_context("for module '" + module + "'");
+    }
     throw;
   } catch (...) {
     const auto reason = current_exception_text();

@@ -1,52 +1,14 @@
-// What must not go silently wrong: steps, edits, conversions and calls at odd
-// moments, and exceptions.
+// What must not go silently wrong: steps, edits and conversions at odd moments.
 #include <ATen/autocast_mode.h>
-#include <fsdp/call.h>
 #include <fsdp/debug.h>
-#include <fsdp/error.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <fstream>
-
-#include "state/fsdp_state.h"
-#include "support/sharded.h"
+#include "module/small_net.h"
 
 namespace fsdp {
 namespace {
 
 using namespace test;
-
-struct NetImpl : torch::nn::Module {
-  NetImpl() : head(register_module("head", linear(6, 3))) {
-    for (int i = 0; i < 3; ++i) {
-      mlps.push_back(register_module("mlp" + std::to_string(i), MLP(6)));
-    }
-  }
-  torch::Tensor forward(torch::Tensor x) {
-    for (auto& mlp : mlps) {
-      x = x + mlp(x);
-      TORCH_CHECK(!fail, "as asked");
-    }
-    return head(x);
-  }
-  std::vector<MLP> mlps;
-  Linear head;
-  bool fail = false;
-};
-FSDP_MODULE(Net);
-
-Net sharded_net(const ReshardAfterForward& reshard = {}) {
-  auto net = seeded<Net>();
-  for (auto& mlp : net->mlps) {
-    fully_shard(mlp, {.reshard_after_forward = reshard});
-  }
-  fully_shard(net, {.reshard_after_forward = reshard});
-  return net;
-}
-
-torch::Tensor loss_of(Net& net, int step) {
-  return net(random_batch(step, {4, 6}).to(net->head->weight.scalar_type())).pow(2).sum();
-}
 
 /// Collects what TORCH_WARN says.
 struct Warnings : c10::WarningHandler {
@@ -311,6 +273,22 @@ TEST(Faces, TheModuleIsAsBefore) {
 
 // ------------------------------------------------------------ Modes
 
+TEST(Faces, ShardingAndTheFirstForwardInInferenceMode) {
+  run_ranks(2, [](int) {
+    auto net = seeded<Net>();
+    auto reference = seeded<Net>();
+    {
+      c10::InferenceMode inference;
+      for (auto& mlp : net->mlps) {
+        fully_shard(mlp);
+      }
+      fully_shard(net);
+      EXPECT_TRUE(near(loss_of(net, 0), loss_of(reference, 0), 1e-5));
+    }
+    train_and_compare(net, reference, loss_of, 2); // saves the parameters for backward
+  });
+}
+
 TEST(Faces, Autocast) {
   run_ranks(2, [](int) {
     auto net = sharded_net(true);
@@ -327,6 +305,18 @@ TEST(Faces, Autocast) {
     at::autocast::clear_cache();
     average_gradients(*reference);
     expect_parity(*net, *reference, 1e-2);
+  });
+}
+
+TEST(Faces, DoubleBackwardWithoutUnshardThrows) {
+  run_ranks(2, [](int) {
+    auto net = seeded<MLP>(4);
+    fully_shard(net, {.reshard_after_forward = true});
+    const auto x = random_batch(0, {2, 4}).set_requires_grad(true);
+    const auto y = torch::tanh(net(x)).sum();
+    const auto grads =
+        torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true);
+    EXPECT_THROW(grads[0].pow(2).sum().backward(), c10::Error);
   });
 }
 
@@ -349,219 +339,6 @@ TEST(Faces, DoubleBackwardAfterUnshard) {
     EXPECT_TRUE(near(actual, expected, 1e-5));
     average_gradients(*reference);
     expect_parity(*net, *reference);
-  });
-}
-
-// ------------------------------------------------------------ Calls around the hooks
-
-TEST(Bypass, IsCaughtInTheFirstForward) {
-  struct AroundImpl : torch::nn::Module {
-    AroundImpl() : mlp(register_module("mlp", MLP(4))) {}
-    torch::Tensor forward(const torch::Tensor& x) {
-      return around ? mlp->as<MLPImpl>()->forward(x) : mlp(x);
-    }
-    MLP mlp;
-    bool around = true;
-  };
-  struct Around : Holder<AroundImpl> {
-    Around() : Holder<AroundImpl>(std::make_shared<Hooked<AroundImpl>>()) {}
-  };
-  for (const int n : {1, 2}) {
-    run_ranks(n, [](int) {
-      auto net = seeded<Around>();
-      auto reference = seeded<Around>();
-      fully_shard(net->mlp);
-      fully_shard(net);
-      const auto message = message_of<c10::Error>([&] { net(random_batch(0, {2, 4})); });
-      EXPECT_TRUE(contains(message, "'mlp.in_proj.weight' while it is sharded"));
-      EXPECT_TRUE(contains(message, "called around the hooks"));
-      net->around = false;
-      train_and_compare(net, reference, [](Around& each, int step) {
-        return each(random_batch(step, {2, 4})).sum();
-      });
-    });
-  }
-}
-
-TEST(Bypass, AProtectedForwardDoesNotCompileOtherwise) {
-  struct GuardedImpl : torch::nn::Module {
-    GuardedImpl() : lin(register_module("lin", linear(2, 2))) {}
-    Linear lin;
-
-   protected:
-    torch::Tensor forward(const torch::Tensor& x) {
-      return lin(x);
-    }
-  };
-  constexpr auto callable = []<class M>(M*) {
-    return requires(M& m, torch::Tensor x) { m.forward(x); };
-  };
-  static_assert(callable(static_cast<Hooked<GuardedImpl>*>(nullptr)));
-  static_assert(!callable(static_cast<GuardedImpl*>(nullptr)));
-}
-
-// ------------------------------------------------------------ Exceptions
-
-TEST(Exceptions, InForward) {
-  run_ranks(2, [](int) {
-    for (const bool reshard : {true, false}) {
-      auto net = sharded_net(reshard);
-      auto reference = seeded<Net>();
-      net->fail = true;
-      EXPECT_THROW(loss_of(net, 0), c10::Error);
-      EXPECT_THROW(loss_of(net, 0), c10::Error);
-      net->fail = false;
-      train_and_compare(net, reference, loss_of, 2);
-      net->fail = true;
-      EXPECT_THROW(loss_of(net, 0), c10::Error);
-      FSDPModule::of(net).reset_iter_state(); // not needed, and harmless
-      FSDPModule::of(net).reset_iter_state();
-      net->fail = false;
-      train_and_compare(net, reference, loss_of, 2);
-    }
-  });
-}
-
-TEST(Exceptions, InForwardCaughtInside) {
-  struct CarefulImpl : torch::nn::Module {
-    CarefulImpl() : net(register_module("net", Net())) {}
-    torch::Tensor forward(const torch::Tensor& x) {
-      try {
-        net->fail = true;
-        return net(x);
-      } catch (const c10::Error&) {
-        net->fail = false;
-        return net(x);
-      }
-    }
-    Net net;
-  };
-  struct Careful : Holder<CarefulImpl> {
-    Careful() : Holder<CarefulImpl>(std::make_shared<Hooked<CarefulImpl>>()) {}
-  };
-  run_ranks(2, [](int) {
-    auto net = seeded<Careful>();
-    auto reference = seeded<Careful>();
-    for (auto& mlp : net->net->mlps) {
-      fully_shard(mlp);
-    }
-    fully_shard(net->net);
-    fully_shard(net);
-    train_and_compare(net, reference, [](Careful& each, int step) {
-      return each(random_batch(step, {4, 6})).sum();
-    });
-  });
-}
-
-TEST(Exceptions, InBackwardAndInHooks) {
-  run_ranks(2, [](int) {
-    for (const bool reshard : {true, false}) {
-      auto net = sharded_net(reshard);
-      auto reference = seeded<Net>();
-      const auto fail = [](const torch::Tensor&) -> torch::Tensor {
-        TORCH_CHECK(false, "as asked");
-      };
-      auto input = random_batch(0, {4, 6}).set_requires_grad(true);
-      input.register_hook(fail); // at the end
-      EXPECT_THROW(net(input).sum().backward(), c10::Error);
-      const auto hook = net->mlps[1]->in_proj->weight.register_hook(fail); // in the middle
-      EXPECT_THROW(loss_of(net, 0).backward(), c10::Error);
-      net->mlps[1]->in_proj->weight.remove_hook(hook);
-      auto after = register_post_accumulate_grad_hook(
-          net->mlps[2]->in_proj->weight,
-          [](const torch::Tensor&) { TORCH_CHECK(false, "as asked"); });
-      EXPECT_THROW(loss_of(net, 0).backward(), c10::Error);
-      after.remove();
-      net->zero_grad(); // what had been reduced by then
-      train_and_compare(net, reference, loss_of, 2);
-    }
-  });
-}
-
-TEST(Exceptions, InACollectiveNamesTheModule) {
-  const auto message = message_of<CommError>([] {
-    run_ranks(2, [](int rank) {
-      auto net = sharded_net();
-      loss_of(net, 0).backward();
-      if (rank == 1) {
-        return; // leaves
-      }
-      loss_of(net, 1).backward();
-    });
-  });
-  EXPECT_TRUE(contains(message, "all_gather"));
-}
-
-TEST(Exceptions, ALazyInitThatFailsCanBeTriedAgain) {
-  run_ranks(2, [](int) {
-    auto net = sharded_net();
-    auto reference = seeded<Net>();
-    const auto good = net->head->bias.detach().clone();
-    net->head->bias.set_data(torch::zeros({7}));
-    EXPECT_THROW(loss_of(net, 0), c10::ValueError);
-    EXPECT_THROW(loss_of(net, 0), c10::ValueError);
-    net->head->bias.set_data(good);
-    train_and_compare(net, reference, loss_of, 2);
-  });
-}
-
-// ------------------------------------------------------------ Nothing grows
-
-/// Resident bytes of this process.
-int64_t resident() {
-  std::ifstream statm("/proc/self/statm");
-  int64_t size = 0, pages = 0;
-  statm >> size >> pages;
-  return pages * 4096;
-}
-
-int num_threads() {
-  std::ifstream status("/proc/self/status");
-  std::string line;
-  while (std::getline(status, line)) {
-    if (line.rfind("Threads:", 0) == 0) {
-      return std::stoi(line.substr(8));
-    }
-  }
-  return -1;
-}
-
-TEST(Growth, NoneOverAThousandSteps) {
-  run_ranks(2, [](int) {
-    auto net = sharded_net();
-    std::vector<torch::Tensor> kept; // losses that a user keeps, with their graphs
-    const auto train = [&](int step) {
-      auto loss = loss_of(net, step);
-      loss.backward();
-      if (step % 100 == 0) {
-        kept.push_back(loss);
-      }
-      net->zero_grad();
-    };
-    const auto recorded = [&] { return net.get()->fsdp_state->comm().num_recorded(); };
-    for (int step = 0; step < 100; ++step) {
-      train(step);
-      loss_of(net, step); // with gradients, but no backward
-      torch::NoGradGuard no_grad;
-      loss_of(net, step);
-    }
-    default_group().barrier();
-    [[maybe_unused]] const auto bytes = resident();
-    const auto threads = num_threads();
-    const auto records = recorded();
-    for (int step = 0; step < 1000; ++step) {
-      train(step);
-      loss_of(net, step);
-      torch::NoGradGuard no_grad;
-      loss_of(net, step);
-    }
-    default_group().barrier();
-#ifndef __SANITIZE_ADDRESS__ // which keeps what was freed for a while
-    EXPECT_LE(resident() - bytes, 4 << 20);
-#endif
-    EXPECT_LE(num_threads(), threads); // a rank may have ended
-    EXPECT_LE(recorded(), records + 4);
-    EXPECT_LE(recorded(), 8u);
   });
 }
 
