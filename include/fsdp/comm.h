@@ -14,7 +14,7 @@ struct FSDP_API AllGather {
   virtual ~AllGather() = default;
 
   /// A buffer for the output; by default an ordinary tensor.
-  virtual at::Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options);
+  virtual at::Tensor allocate(at::IntArrayRef sizes, at::TensorOptions options);
 
   /// `out` (1D) receives the ranks' `in` (1D) one after another. Called on a
   /// stream on which both may be used. With `async_op` it may return before the
@@ -28,7 +28,7 @@ struct FSDP_API ReduceScatter {
   virtual ~ReduceScatter() = default;
 
   /// A buffer for the input or the output; by default an ordinary tensor.
-  virtual at::Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options);
+  virtual at::Tensor allocate(at::IntArrayRef sizes, at::TensorOptions options);
 
   /// `in` (1D) holds one part per rank; `out` (1D) receives this rank's,
   /// reduced by `op`. Otherwise as AllGather.

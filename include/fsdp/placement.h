@@ -10,6 +10,8 @@
 
 namespace fsdp {
 
+struct ShardPlacement;
+
 /// Every rank of the axis holds the whole.
 struct Replicate {
   bool operator==(const Replicate&) const = default;
@@ -20,6 +22,7 @@ struct Replicate {
 struct Shard {
   int64_t dim = 0;
   bool operator==(const Shard&) const = default;
+  operator ShardPlacement() const; // NOLINT, in policy.h
 };
 
 /// Like Shard, but applied after the later mesh axes that shard the same dim

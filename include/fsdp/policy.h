@@ -37,13 +37,14 @@ class ReshardAfterForward {
 };
 
 /// Along which dim a parameter is sharded, and over which mesh: by default
-/// that of the call.
+/// that of the call. A Shard converts to it.
 struct ShardPlacement {
-  ShardPlacement(Shard shard, std::optional<DeviceMesh> over = std::nullopt) // NOLINT
-      : dim(shard.dim), mesh(std::move(over)) {}
-
   int64_t dim = 0;
-  std::optional<DeviceMesh> mesh;
+  std::optional<DeviceMesh> mesh = {};
 };
+
+inline Shard::operator ShardPlacement() const {
+  return {.dim = dim};
+}
 
 } // namespace fsdp

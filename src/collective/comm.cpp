@@ -4,11 +4,11 @@
 
 namespace fsdp {
 
-at::Tensor AllGather::allocate(at::IntArrayRef sizes, const at::TensorOptions& options) {
+at::Tensor AllGather::allocate(at::IntArrayRef sizes, at::TensorOptions options) {
   return at::empty(sizes, options);
 }
 
-at::Tensor ReduceScatter::allocate(at::IntArrayRef sizes, const at::TensorOptions& options) {
+at::Tensor ReduceScatter::allocate(at::IntArrayRef sizes, at::TensorOptions options) {
   return at::empty(sizes, options);
 }
 
@@ -38,7 +38,7 @@ struct DefaultReduceScatter : ReduceScatter {
 template <class Default>
 struct FromProcessGroup : Default {
   explicit FromProcessGroup(ProcessGroup process_group) : group(std::move(process_group)) {}
-  at::Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) override {
+  at::Tensor allocate(at::IntArrayRef sizes, at::TensorOptions options) override {
     return group.allocate(c10::multiply_integers(sizes), options).view(sizes);
   }
   const ProcessGroup group;

@@ -64,7 +64,7 @@ struct RecordingReduceScatter : ReduceScatter {
     ops.push_back(op);
     return group.reduce_scatter_async(out, in, op);
   }
-  torch::Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) override {
+  torch::Tensor allocate(at::IntArrayRef sizes, at::TensorOptions options) override {
     ++allocations;
     return ReduceScatter::allocate(sizes, options);
   }

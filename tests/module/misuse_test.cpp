@@ -326,7 +326,8 @@ TEST(Misuse, AFailedCallChangesNothing) {
         fully_shard(
             net, {.shard_placement_fn = [&](const std::string& name,
                                             const torch::Tensor&) -> std::optional<ShardPlacement> {
-              return name == "out_proj.bias" ? ShardPlacement(Shard{3}, pairs) : Shard{0};
+              return name == "out_proj.bias" ? ShardPlacement{.dim = 3, .mesh = pairs}
+                                             : ShardPlacement(Shard{0});
             }}),
         c10::ValueError);
     EXPECT_EQ(net->in_proj->weight.size(0), 24);
@@ -420,7 +421,7 @@ TEST(Misuse, AnExtensionBesideNarrowerParameters) {
 
 TEST(Misuse, CustomBuffersAreUsedForNeighboursToo) {
   struct Counting : AllGather {
-    torch::Tensor allocate(at::IntArrayRef sizes, const at::TensorOptions& options) override {
+    torch::Tensor allocate(at::IntArrayRef sizes, at::TensorOptions options) override {
       ++allocations;
       return AllGather::allocate(sizes, options);
     }

@@ -124,7 +124,7 @@ TEST(Training, PlacementFunctionsMayGiveMeshesOfTheirOwn) {
         net, {.mesh = mesh,
               .shard_placement_fn = [&](const std::string& name,
                                         const torch::Tensor&) -> std::optional<ShardPlacement> {
-                return name == "in_proj.weight" ? std::optional(ShardPlacement(Shard{0}, pairs))
+                return name == "in_proj.weight" ? std::optional(ShardPlacement{0, pairs})
                                                 : std::nullopt;
               }});
     EXPECT_EQ(as_dtensor(net->in_proj->weight).device_mesh().size(), 2);
