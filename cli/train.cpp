@@ -1,11 +1,11 @@
 // `fsdp train`: trains a small language model over several ranks.
-#include <cstdlib>
 #include <deque>
 #include <memory>
 #include <numeric>
 #include <string>
 
 #include <fsdp/distributed.h>
+#include <fsdp/launch.h>
 
 #include "cli/check.h"
 #include "cli/command.h"
@@ -28,17 +28,6 @@ struct TrainOptions {
   std::string reshard = "auto";
   bool quiet = false;
 };
-
-/// Whether init_process_group would find a launcher in the environment.
-bool was_launched() {
-  const auto is_set = [](const char* name) {
-    const char* value = std::getenv(name);
-    return value && *value;
-  };
-  return is_set("RANK") || is_set("WORLD_SIZE") ||
-         (is_set("SLURM_STEP_ID") && is_set("SLURM_PROCID")) || is_set("OMPI_COMM_WORLD_SIZE") ||
-         is_set("PMI_SIZE");
-}
 
 /// This process as one rank of those that a launcher started.
 struct Joined {
@@ -137,7 +126,7 @@ int train(TrainOptions options) {
   if (options.reshard != "auto") {
     config.reshard_after_forward = options.reshard == "true";
   }
-  const bool launched = was_launched();
+  const bool launched = is_launched();
   // The launcher's number of ranks is known only after all have met.
   check(config, launched ? 1 : options.ranks.value_or(kDefaultRanks));
   const auto corpus =

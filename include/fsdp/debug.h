@@ -20,8 +20,9 @@ FSDP_API const char* to_string(TrainingState state);
 enum class EventKind : std::uint8_t { Unshard, Reshard, PostBackward };
 
 namespace detail {
+/// Tells all the EventLogs of the calling thread.
 void record_event(EventKind kind, const std::string& module, TrainingState state);
-}
+} // namespace detail
 
 /// While it lives, writes down in which order this rank (the calling thread)
 /// unshards and reshards groups and ends their backward. An unshard that has

@@ -115,6 +115,8 @@ class FSDP_API FSDPModule {
 
   std::shared_ptr<detail::FSDPState> state() const;
   std::vector<std::shared_ptr<detail::FSDPState>> states(bool recurse) const;
+  static std::vector<std::weak_ptr<detail::FSDPState>> states_of(
+      const std::vector<FSDPModule>& modules);
   template <class F>
   void for_each_group(bool recurse, F&& set) const;
 

@@ -10,6 +10,10 @@
 
 namespace fsdp {
 
+/// Whether a launcher (torchrun, `fsdp run`, Slurm, Open MPI, PMI) started this
+/// process, so that init_process_group() would join its world.
+FSDP_API bool is_launched();
+
 struct LaunchOptions {
   /// Ranks on this node; the same on every node.
   int num_ranks = 1;

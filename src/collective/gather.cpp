@@ -13,18 +13,13 @@ void Gathered::wait(const OptionalStream& current) {
 }
 
 Gathered start_gather(
-    AllGather& comm,
-    at::Tensor input,
-    ProcessGroup group,
-    const GatherStreams& streams,
-    at::Tensor buffer) {
+    AllGather& comm, at::Tensor input, ProcessGroup group, const GatherStreams& streams) {
   Gathered gathered;
-  if (!buffer.defined()) {
+  {
     const c10::OptionalStreamGuard on(streams.copy_in);
-    buffer = comm.allocate({input.numel() * group.size()}, input.options());
+    gathered.buffer = comm.allocate({input.numel() * group.size()}, input.options());
   }
   gathered.input = std::move(input);
-  gathered.buffer = std::move(buffer);
   wait_for_stream(streams.all_gather, streams.copy_in);
   const c10::OptionalStreamGuard on(streams.all_gather);
   gathered.work = comm(gathered.buffer, gathered.input, group, /*async_op=*/true);

@@ -38,13 +38,9 @@ struct Gathered {
   void wait(const OptionalStream& current);
 };
 
-/// Gathers every rank's `input` into `buffer`, or into a new one.
+/// Gathers every rank's `input` into a new buffer.
 Gathered start_gather(
-    AllGather& comm,
-    at::Tensor input,
-    ProcessGroup group,
-    const GatherStreams& streams,
-    at::Tensor buffer = {});
+    AllGather& comm, at::Tensor input, ProcessGroup group, const GatherStreams& streams);
 
 /// Copies columns of the gathered buffer, `numels[i]` wide, into `targets[i]`
 /// of shape (ranks, numels[i]). Moves no version counter.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "group/event_log.h"
 #include "process_group/observer.h"
 
 namespace fsdp {

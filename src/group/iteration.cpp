@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "group/event_log.h"
 #include "group/flat_views.h"
 #include "group/param_group.h"
 #include "process_group/observer.h"
@@ -162,12 +161,18 @@ void FSDPParamGroup::end_backward(bool is_last) {
   }
 }
 
-void FSDPParamGroup::drop_pending() {
+void FSDPParamGroup::discard_pending() {
   if (pending_) {
     pending_->wait(optional_current_stream(device())); // its buffer is being written
     pending_.reset();
     prefetched_ = false;
     payloads_.clear();
+  }
+}
+
+void FSDPParamGroup::drop_pending() {
+  if (pending_) {
+    discard_pending();
     to_sharded();
   }
 }

@@ -168,8 +168,7 @@ bool FSDPParamGroup::was_changed() const {
 
 void FSDPParamGroup::lazy_init() {
   if (was_changed()) {
-    to_sharded();
-    build();
+    to_sharded(); // adopts
   }
   std::vector<std::string> on_meta;
   for (const auto& param : params_) {

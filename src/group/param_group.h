@@ -169,6 +169,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   };
 
   void build();
+  void discard_pending();
   void lay_out();
   void attach_params(const at::TensorOptions& options);
   at::Tensor gather_input();

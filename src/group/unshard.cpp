@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "group/event_log.h"
 #include "group/flat_views.h"
 #include "group/param_group.h"
 #include "process_group/observer.h"
@@ -57,10 +56,9 @@ at::Tensor FSDPParamGroup::gather_input() {
     auto& param = *params_[order_[k]];
     const auto& part = parts_[order_[k]];
     const auto& geometry = param.geometry();
-    auto padded_sizes = geometry.sizes;
-    padded_sizes[geometry.dim] = (geometry.sizes[geometry.dim] + group_.size() - 1) / group_.size();
     auto payload = param.extension->pre_all_gather(
-        typed_view(shard_, part.shard_offset, part.numel, param.dtype()).view(padded_sizes),
+        typed_view(shard_, part.shard_offset, part.numel, param.dtype())
+            .view(geometry.padded_sizes),
         param.gather_info());
     TORCH_CHECK_VALUE(
         !payload.tensors.empty(), "[fully_shard] the all-gather extension of '", param.name(),
@@ -187,10 +185,9 @@ void FSDPParamGroup::to_sharded() {
   }
   sharded_state_ = ShardedState::Sharded;
   maybe_outdated_ = false;
-  const bool replaced = std::any_of(
-      params_.begin(), params_.end(), [](const auto& param) { return param->was_replaced(); });
-  if (replaced) {
-    build(); // somebody put something else in the place of the whole
+  if (was_changed()) {
+    discard_pending(); // of what was there before
+    build();
   }
 }
 

@@ -121,20 +121,21 @@ void FSDPModule::set_unshard_in_backward(bool unshard_in_backward) {
   for_each_group(false, [&](auto& group) { group.unshard_in_backward = unshard_in_backward; });
 }
 
-void FSDPModule::set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules) {
-  std::vector<std::weak_ptr<FSDPState>> targets;
+std::vector<std::weak_ptr<FSDPState>> FSDPModule::states_of(
+    const std::vector<FSDPModule>& modules) {
+  std::vector<std::weak_ptr<FSDPState>> states;
   for (const auto& module : modules) {
-    targets.push_back(module.state());
+    states.push_back(module.state());
   }
-  state()->forward_prefetch = std::move(targets);
+  return states;
+}
+
+void FSDPModule::set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules) {
+  state()->forward_prefetch = states_of(modules);
 }
 
 void FSDPModule::set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules) {
-  std::vector<std::weak_ptr<FSDPState>> targets;
-  for (const auto& module : modules) {
-    targets.push_back(module.state());
-  }
-  state()->backward_prefetch = std::move(targets);
+  state()->backward_prefetch = states_of(modules);
 }
 
 void FSDPModule::set_post_optim_event(c10::Event event) {

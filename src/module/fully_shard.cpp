@@ -8,6 +8,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "base/text.h"
 #include "module/module_tree.h"
 
 namespace fsdp {
@@ -203,14 +204,6 @@ FSDPState::Groups make_groups(
   return groups;
 }
 
-std::string joined_types(const std::vector<ModuleRef>& modules) {
-  std::string types;
-  for (const auto& module : modules) {
-    types += (types.empty() ? "" : ", ") + detail::type_name(*module);
-  }
-  return types;
-}
-
 } // namespace
 
 // ------------------------------------------------------------ fully_shard
@@ -227,11 +220,13 @@ FSDPModule detail::fully_shard_all(
   const auto mesh = mesh_of(options, params);
   const auto device = device_of(mesh);
   (void)options.reshard_after_forward.ranks(mesh.get_group().size()); // without parameters too
-  const auto name = joined_types(roots);
+  std::vector<std::string> types;
   std::vector<const void*> addresses;
   for (const auto& root : roots) {
+    types.push_back(detail::type_name(*root));
     addresses.push_back(&*root);
   }
+  const auto name = detail::join(types);
   auto groups = make_groups(params, mesh, options, name);
   move_buffers(roots, device);
   auto state = std::make_shared<FSDPState>(

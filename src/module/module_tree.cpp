@@ -116,18 +116,20 @@ void set_state(torch::nn::Module& module, std::shared_ptr<FSDPState> state) {
   beside[&module] = {module.shared_from_this(), std::move(state)};
 }
 
-Subtree look_below(torch::nn::Module& root) {
+Subtree look_below(torch::nn::Module& root, bool with_params) {
   Subtree below;
   walk(root, [&](const std::string& name, torch::nn::Module& module) {
     if (auto state = state_of(module)) {
       below.nodes.push_back({name, &module, std::move(state)});
     }
   });
-  below.params = named_parameters(root);
+  if (with_params) {
+    below.params = named_parameters(root);
+  }
   return below;
 }
 
-std::function<Subtree()> looking_below(const std::vector<ModuleRef>& roots) {
+LookBelow looking_below(const std::vector<ModuleRef>& roots) {
   struct Root {
     torch::nn::Module* module;
     std::weak_ptr<torch::nn::Module> owned;
@@ -139,7 +141,7 @@ std::function<Subtree()> looking_below(const std::vector<ModuleRef>& roots) {
     const bool is_owned = !owned.expired();
     kept.push_back({&*root, std::move(owned), is_owned});
   }
-  return [kept = std::move(kept)] {
+  return [kept = std::move(kept)](bool with_params) {
     Subtree below;
     bool any = false;
     for (const auto& root : kept) {
@@ -147,7 +149,7 @@ std::function<Subtree()> looking_below(const std::vector<ModuleRef>& roots) {
         continue;
       }
       any = true;
-      auto part = look_below(*root.module);
+      auto part = look_below(*root.module, with_params);
       below.nodes.insert(below.nodes.end(), part.nodes.begin(), part.nodes.end());
       below.params.insert(below.params.end(), part.params.begin(), part.params.end());
     }

@@ -26,9 +26,10 @@ std::shared_ptr<FSDPState> state_of(const torch::nn::Module& module);
 /// Puts it into the module, or beside it where that is not hooked.
 void set_state(torch::nn::Module& module, std::shared_ptr<FSDPState> state);
 
-Subtree look_below(torch::nn::Module& root);
-/// The same for several, later: those that are gone by then are left out.
-std::function<Subtree()> looking_below(const std::vector<ModuleRef>& roots);
+/// The sharded modules at and below `root`.
+Subtree look_below(torch::nn::Module& root, bool with_params = false);
+/// The same for several modules, later: those that are gone by then are left out.
+LookBelow looking_below(const std::vector<ModuleRef>& roots);
 
 /// Throws where a built-in module's member and its entry in the parameter dict
 /// are two tensors: somebody assigned the member to tie it.

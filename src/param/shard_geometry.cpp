@@ -45,9 +45,9 @@ ShardGeometry shard_geometry(
   geometry.offset = run.offset;
   geometry.shard_sizes = sizes;
   geometry.shard_sizes[dim] = run.length;
-  auto padded = sizes;
-  padded[dim] = chunk_run(sizes[dim], num_ranks, 0).length;
-  geometry.padded_numel = product(padded);
+  geometry.padded_sizes = sizes;
+  geometry.padded_sizes[dim] = chunk_run(sizes[dim], num_ranks, 0).length;
+  geometry.padded_numel = product(geometry.padded_sizes);
   return geometry;
 }
 

@@ -12,9 +12,10 @@ struct ShardGeometry {
   std::vector<int64_t> sizes; // of the whole parameter
   int64_t dim = 0;
   int64_t num_ranks = 1;
-  int64_t offset = 0;               // where this rank's shard begins along `dim`
-  std::vector<int64_t> shard_sizes; // this rank's
-  int64_t padded_numel = 0;         // every rank's
+  int64_t offset = 0;                // where this rank's shard begins along `dim`
+  std::vector<int64_t> shard_sizes;  // this rank's
+  std::vector<int64_t> padded_sizes; // every rank's
+  int64_t padded_numel = 0;
 
   int64_t shard_numel() const;
   /// Elements of the gathered, padded parameter.

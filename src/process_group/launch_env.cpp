@@ -1,5 +1,7 @@
 #include "process_group/launch_env.h"
 
+#include <fsdp/launch.h>
+
 #include <cstdlib>
 #include <numeric>
 
@@ -108,22 +110,25 @@ LaunchEnv read_pmi(Reader& env) {
   return launch;
 }
 
-LaunchEnv read_launcher(Reader& env) {
+using ReadLauncher = LaunchEnv (*)(Reader& env);
+
+/// For the launcher that started this process, or null.
+ReadLauncher find_launcher(const Reader& env) {
   if (env.has("RANK") || env.has("WORLD_SIZE")) {
-    return read_torchrun(env);
+    return read_torchrun;
   }
   // Inside a batch script, but outside srun, SLURM_PROCID is set as well;
   // such a process is alone.
   if (env.has("SLURM_STEP_ID") && env.has("SLURM_PROCID")) {
-    return read_slurm(env);
+    return read_slurm;
   }
   if (env.has("OMPI_COMM_WORLD_SIZE")) {
-    return read_open_mpi(env);
+    return read_open_mpi;
   }
   if (env.has("PMI_SIZE")) {
-    return read_pmi(env);
+    return read_pmi;
   }
-  return {};
+  return nullptr;
 }
 
 } // namespace
@@ -139,7 +144,8 @@ std::optional<std::string> process_env(const std::string& name) {
 
 LaunchEnv read_launch_env(const GetEnv& get) {
   Reader env(get);
-  auto launch = read_launcher(env);
+  const auto read = find_launcher(env);
+  auto launch = read ? read(env) : LaunchEnv();
   launch.master_addr = env.text("MASTER_ADDR", launch.master_addr);
   launch.master_port = env.number("MASTER_PORT", launch.master_port);
   check_place(launch.launcher, launch.rank, launch.world_size);
@@ -188,3 +194,8 @@ std::string first_slurm_host(const std::string& node_list) {
 }
 
 } // namespace fsdp::detail
+
+bool fsdp::is_launched() {
+  const detail::GetEnv get = detail::process_env;
+  return detail::find_launcher(detail::Reader(get)) != nullptr;
+}

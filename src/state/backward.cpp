@@ -102,32 +102,14 @@ void FSDPState::queue_partial_callback() {
     return;
   }
   at_end_of_backward(
-      [weak = weak_from_this()] {
-        if (const auto self = weak.lock()) {
-          for (const auto& group : self->groups_) {
-            if (group->training_state != TrainingState::PostBackward) {
-              group->post_backward();
-            }
-          }
-          self->comm_->finish_reductions(0);
-          self->training_state_ = TrainingState::Idle;
-          for (const auto& group : self->groups_) {
-            group->end_backward(self->context_->is_last_backward);
-          }
-        }
+      [self = shared_from_this()] {
+        finish_states({self}, *self->comm_, self->context_->is_last_backward);
       },
       [context = context_, comm = comm_] { reset_all(*context, *comm, /*drop_grads=*/true); });
 }
 
-void FSDPState::finish_backward(StateContext& context, CommContext& comm) {
-  std::vector<std::shared_ptr<FSDPState>> states;
-  for (const auto& weak : context.states) {
-    if (auto state = weak.lock()) {
-      states.push_back(std::move(state));
-    }
-  }
-  // A backward inside a forward leaves that one alone.
-  std::erase_if(states, [](const auto& state) { return !state->running_.empty(); });
+void FSDPState::finish_states(
+    const std::vector<std::shared_ptr<FSDPState>>& states, CommContext& comm, bool is_last) {
   for (const auto& state : states) {
     state->yet_to_forward_.clear();
     state->training_state_ = TrainingState::Idle;
@@ -144,9 +126,21 @@ void FSDPState::finish_backward(StateContext& context, CommContext& comm) {
   comm.finish_reductions(0);
   for (const auto& state : states) {
     for (const auto& group : state->groups_) {
-      group->end_backward(context.is_last_backward);
+      group->end_backward(is_last);
     }
   }
+}
+
+void FSDPState::finish_backward(StateContext& context, CommContext& comm) {
+  std::vector<std::shared_ptr<FSDPState>> states;
+  for (const auto& weak : context.states) {
+    if (auto state = weak.lock()) {
+      states.push_back(std::move(state));
+    }
+  }
+  // A backward inside a forward leaves that one alone.
+  std::erase_if(states, [](const auto& state) { return !state->running_.empty(); });
+  finish_states(states, comm, context.is_last_backward);
   if (context.is_last_backward) {
     comm.forget_forwards();
   }

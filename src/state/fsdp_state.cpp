@@ -31,7 +31,7 @@ FSDPState::FSDPState(
     std::vector<const void*> modules,
     c10::Device device,
     Groups groups,
-    std::function<Subtree()> look_below)
+    LookBelow look_below)
     : name_(std::move(name)),
       modules_(std::move(modules)),
       device_(device),
@@ -43,8 +43,12 @@ FSDPState::FSDPState(
 }
 
 std::vector<std::shared_ptr<FSDPState>> FSDPState::states_below() const {
+  return states_in(look_below_(/*with_params=*/false));
+}
+
+std::vector<std::shared_ptr<FSDPState>> FSDPState::states_in(const Subtree& below) {
   std::vector<std::shared_ptr<FSDPState>> states;
-  for (const auto& node : look_below_().nodes) {
+  for (const auto& node : below.nodes) {
     if (std::find(states.begin(), states.end(), node.state) == states.end()) {
       states.push_back(node.state);
     }

@@ -31,9 +31,10 @@ struct Subtree {
     const void* module;
     std::shared_ptr<FSDPState> state;
   };
-  std::vector<Node> nodes; // the sharded modules, in order
-  std::vector<std::pair<std::string, at::Tensor>> params;
+  std::vector<Node> nodes;                                // the sharded modules, in order
+  std::vector<std::pair<std::string, at::Tensor>> params; // where asked for
 };
+using LookBelow = std::function<Subtree(bool with_params)>;
 
 /// One call of fully_shard: when its groups are gathered, freed and reduced.
 /// Knows nothing of torch::nn: it is told when the forward of its modules
@@ -51,7 +52,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
       std::vector<const void*> modules,
       c10::Device device,
       Groups groups,
-      std::function<Subtree()> look_below);
+      LookBelow look_below);
 
   /// From the root, after lazy init; before, the module's type.
   const std::string& name() const {
@@ -104,6 +105,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
  private:
   // Lazy init
   void lazy_init();
+  static std::vector<std::shared_ptr<FSDPState>> states_in(const Subtree& below);
   static void set_names(const Subtree& below);
   static void check_shared_params(const Subtree& below);
   static void warn_of_unmanaged_params(const Subtree& below);
@@ -123,13 +125,15 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   void queue_final_callback();
   void queue_partial_callback();
   static void finish_backward(StateContext& context, CommContext& comm);
+  static void finish_states(
+      const std::vector<std::shared_ptr<FSDPState>>& states, CommContext& comm, bool is_last);
   static void reset_all(StateContext& context, CommContext& comm, bool drop_grads);
 
   std::string name_;
   const std::vector<const void*> modules_;
   const c10::Device device_;
   const Groups groups_;
-  const std::function<Subtree()> look_below_;
+  const LookBelow look_below_;
   bool initialized_ = false;
   std::shared_ptr<StateContext> context_ = std::make_shared<StateContext>();
   std::shared_ptr<CommContext> comm_ = std::make_shared<CommContext>();

@@ -18,7 +18,7 @@ void FSDPState::lazy_init() {
       modules_.size() == 1, "[fully_shard] requires a single root module, but '", name_,
       "' is one group of ", modules_.size(),
       " modules; call fully_shard on the module that contains them too, and run that one");
-  const auto below = look_below_();
+  const auto below = look_below_(/*with_params=*/true);
   for (const auto& node : below.nodes) {
     TORCH_CHECK(
         node.state.get() == this || !node.state->initialized_,
@@ -26,7 +26,7 @@ void FSDPState::lazy_init() {
         ", because its forward ran before that of '", name_,
         "', which contains it; requires running forward through the root module first");
   }
-  const auto states = states_below();
+  const auto states = states_in(below);
   set_names(below);
   check_shared_params(below);
   for (const auto& state : states) {

@@ -11,17 +11,6 @@ namespace {
 
 using namespace test;
 
-torch::Tensor transformer_loss(Transformer& net, int step) {
-  return net(random_tokens(step, {2, 16}, net->args.vocab_size)).sum();
-}
-
-void shard_transformer(Transformer& net, const FullyShardOptions& options = {}) {
-  for (auto& block : net->blocks) {
-    fully_shard(block, options);
-  }
-  fully_shard(net, options);
-}
-
 // ------------------------------------------------------------ Gradient division
 
 TEST(Training, DivideFactorsAreOfOneModuleAlone) {

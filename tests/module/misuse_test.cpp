@@ -169,6 +169,21 @@ TEST(Misuse, DataAssignedBetweenMicrobatches) {
   });
 }
 
+TEST(Misuse, DataAssignedUnderAGatherThatIsThenResharded) {
+  run_ranks(2, [](int) {
+    auto net = seeded<MLP>(6);
+    auto root = fully_shard(net);
+    (void)root.unshard(/*async_op=*/true);
+    const auto fresh = torch::randn({24, 6}, generator(3));
+    auto& weight = net->in_proj->weight;
+    weight.set_data(part_of(fresh, weight).clone());
+    root.reshard(); // adopts it; the gather is of the old one
+    root.unshard();
+    EXPECT_SAME(weight.detach(), fresh);
+    root.reshard();
+  });
+}
+
 TEST(Misuse, WritesThroughADTensorCountAsASteps) {
   run_ranks(2, [](int) {
     auto net = seeded<MLP>(6);

@@ -4,6 +4,7 @@
 // children are Python's, so that checkpoints and event logs can be compared.
 
 #include <fsdp/hooked.h>
+#include <fsdp/tie_weights.h>
 #include <torch/torch.h>
 
 #include <unordered_set>
@@ -21,18 +22,6 @@ inline Linear linear(int64_t in, int64_t out, bool bias = true) {
 }
 inline LayerNorm layer_norm(int64_t dim) {
   return LayerNorm(torch::nn::LayerNormOptions({dim}));
-}
-
-/// Makes `to` use `weight` as its own, member and registered parameter alike.
-template <class Module>
-void tie_weight(Module& to, const torch::Tensor& weight) {
-  struct Open : torch::nn::Module {
-    static auto member() {
-      return &Open::parameters_;
-    }
-  };
-  to.weight = weight;
-  (to.*Open::member())["weight"] = weight;
 }
 
 /// Python's model.parameters(): what is shared comes once.
@@ -174,7 +163,7 @@ struct TransformerImpl : torch::nn::Module {
     norm = register_module("norm", layer_norm(args.dim));
     output = register_module("output", linear(args.dim, args.vocab_size, false));
     if (args.weight_tying) {
-      tie_weight(*output, tok_embeddings->weight);
+      tie_weights(output, tok_embeddings);
     }
   }
   torch::Tensor forward(const torch::Tensor& tokens) {

@@ -15,12 +15,14 @@
 
 namespace fsdp::test {
 
-/// A module of the same values on every rank: torch's default generator is
-/// shared by ranks that are threads.
+/// Torch's default generator is shared by ranks that are threads. One mutex
+/// for all: a static of the template below would be one per module type.
+inline std::mutex default_generator_mutex;
+
+/// A module of the same values on every rank.
 template <class Holder, class... Args>
 Holder seeded(const Args&... args) {
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(default_generator_mutex);
   torch::manual_seed(42);
   return Holder(args...);
 }
@@ -75,6 +77,18 @@ inline testing::AssertionResult near(
   return torch::allclose(actual, expected, tolerance, tolerance)
              ? testing::AssertionSuccess()
              : testing::AssertionFailure() << "got " << actual << "\nexpected " << expected;
+}
+
+inline torch::Tensor transformer_loss(Transformer& net, int step) {
+  return net(random_tokens(step, {2, 16}, net->args.vocab_size)).sum();
+}
+
+/// One group per block, and one for the rest.
+inline void shard_transformer(Transformer& net, const FullyShardOptions& options = {}) {
+  for (auto& block : net->blocks) {
+    fully_shard(block, options);
+  }
+  fully_shard(net, options);
 }
 
 /// Every parameter and gradient of `sharded` is this rank's part of the one of
