@@ -28,6 +28,8 @@ struct FullyShardOptions {
   /// How to shard each parameter; along dim 0 without a function or value.
   std::function<std::optional<ShardPlacement>(const std::string& fqn, const at::Tensor&)>
       shard_placement_fn = {};
+  MixedPrecisionPolicy mp_policy = {};
+  AnyOffloadPolicy offload_policy = {};
   /// Left alone completely.
   std::vector<at::Tensor> ignored_params = {};
 };

@@ -1,8 +1,11 @@
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <concepts>
 #include <cstdint>
 #include <optional>
+#include <variant>
 
 #include <fsdp/device_mesh.h>
 #include <fsdp/placement.h>
@@ -35,6 +38,31 @@ class ReshardAfterForward {
   Kind kind_ = Kind::Auto;
   int64_t ranks_ = 0;
 };
+
+/// In which dtypes a module computes and communicates. Shards, gradients after
+/// their reduction and optimizer state keep the parameters' own dtype; buffers
+/// are left alone.
+struct MixedPrecisionPolicy {
+  /// Of gathered parameters, and so of compute; by default their own.
+  std::optional<c10::ScalarType> param_dtype = {};
+  /// In which gradients are accumulated and reduced; by default as computed.
+  std::optional<c10::ScalarType> reduce_dtype = {};
+  /// Floating point outputs of forward are cast to it.
+  std::optional<c10::ScalarType> output_dtype = {};
+  /// Cast floating point inputs of forward to `param_dtype`.
+  bool cast_forward_inputs = true;
+};
+
+/// Shards stay on the device.
+struct OffloadPolicy {};
+/// Shards, their gradients and so the optimizer state are in host memory;
+/// gathered parameters are on the device.
+struct CPUOffloadPolicy {
+  /// Page-locked, so that copies run beside compute; ignored without an
+  /// accelerator.
+  bool pin_memory = true;
+};
+using AnyOffloadPolicy = std::variant<OffloadPolicy, CPUOffloadPolicy>;
 
 /// Along which dim a parameter is sharded, and over which mesh: by default
 /// that of the call. A Shard converts to it.

@@ -59,11 +59,10 @@ Reducing start_reduce(
 at::Tensor finish_reduce(Reducing& reducing, const ReduceRequest& request) {
   at::NoGradGuard no_grad;
   reducing.work.wait();
-  auto result = std::move(reducing.output);
   if (request.factors.post) {
-    result.div_(*request.factors.post);
+    reducing.output.div_(*request.factors.post);
   }
-  return result.to(request.result_dtype);
+  return std::move(reducing.output);
 }
 
 } // namespace fsdp::detail

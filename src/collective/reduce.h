@@ -11,7 +11,7 @@
 
 namespace fsdp::detail {
 
-/// One unsharded gradient, to be divided along `shard_dim`.
+/// One unsharded gradient, to be divided along `shard_dim`. All have one dtype.
 struct ReduceInput {
   at::Tensor grad;
   int64_t shard_dim = 0;
@@ -20,7 +20,6 @@ struct ReduceInput {
 struct ReduceRequest {
   ProcessGroup group;
   at::ScalarType reduce_dtype = at::kFloat;
-  at::ScalarType result_dtype = at::kFloat;
   DivideFactors factors;
   OptionalStream stream; // of the reduction; the gradients are on the current one
 };
@@ -39,9 +38,8 @@ struct Reducing {
 Reducing start_reduce(
     ReduceScatter& comm, std::vector<ReduceInput>& inputs, const ReduceRequest& request);
 
-/// Waits, on the current stream, and returns this rank's flat reduced shard in
-/// the result dtype: padded shards of the gradients, in order. The input stays,
-/// for other streams.
+/// Waits, on the current stream, and returns this rank's flat reduced shard:
+/// padded shards of the gradients, in order. The input stays, for other streams.
 at::Tensor finish_reduce(Reducing& reducing, const ReduceRequest& request);
 
 } // namespace fsdp::detail

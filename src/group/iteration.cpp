@@ -1,5 +1,6 @@
 // One forward and backward of a group, as its state calls it.
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <utility>
@@ -7,10 +8,12 @@
 #include "group/flat_views.h"
 #include "group/param_group.h"
 #include "process_group/observer.h"
+#include "runtime/range.h"
 
 namespace fsdp::detail {
 
 void FSDPParamGroup::pre_forward(bool entering) {
+  const Range range("pre_forward", label_);
   training_state = TrainingState::Forward;
   if (entering) {
     was_unsharded_ = shown_ == Face::Unsharded;
@@ -20,6 +23,7 @@ void FSDPParamGroup::pre_forward(bool entering) {
 }
 
 void FSDPParamGroup::post_forward() {
+  const Range range("post_forward", label_);
   if (at::GradMode::is_enabled() || post_forward_ranks_ == group_.size()) {
     reshard();
     return;
@@ -38,6 +42,7 @@ bool FSDPParamGroup::pre_backward() {
   if (training_state == TrainingState::PreBackward) {
     return false; // another output of the same forward
   }
+  const Range range("pre_backward", label_);
   training_state = TrainingState::PreBackward;
   unshard();
   wait_for_unshard();
@@ -45,6 +50,8 @@ bool FSDPParamGroup::pre_backward() {
 }
 
 void FSDPParamGroup::prefetch(TrainingState state) {
+  const Range range(
+      state == TrainingState::Forward ? "forward_prefetch for " : "backward_prefetch for ", name_);
   const auto own = std::exchange(training_state, state);
   const bool was_pending = pending_.has_value();
   try {
@@ -64,28 +71,49 @@ bool FSDPParamGroup::has_unsharded_grads() const {
 }
 
 void FSDPParamGroup::post_backward() {
+  const Range range("post_backward", label_);
   training_state = TrainingState::PostBackward;
+  if (!reduce_grads) {
+    const Range accumulating("post_backward_accumulate", label_);
+    for (const auto& param : params_) {
+      param->accumulate_in(wire_dtype(*param)); // what more microbatches bring is added in it
+    }
+  }
   if (reshard_after_backward) {
+    const Range resharding("post_backward_reshard", label_);
     reshard();
   } else {
     show(Face::Sharded);
   }
   if (reduce_grads) {
-    comm->finish_reductions(comm->max_input_buffers - 1);
-    std::vector<at::ScalarType> dtypes; // each is reduced by itself
-    for (const auto& param : params_) {
-      const bool reduced = param->unsharded_grad().defined() ||
-                           (reduce_scatter_unused_params && param->tensor().requires_grad());
-      if (reduced && std::find(dtypes.begin(), dtypes.end(), param->dtype()) == dtypes.end()) {
-        dtypes.push_back(param->dtype());
-      }
-    }
-    const CollectiveLabel label(name_);
-    for (const auto dtype : dtypes) {
-      reduce(dtype);
-    }
+    reduce_all();
   }
   record_event(EventLog::Kind::PostBackward, name_, training_state);
+}
+
+void FSDPParamGroup::reduce_all() {
+  {
+    const Range waiting("post_backward_rs_wait", label_);
+    comm->finish_reductions(comm->max_input_buffers - 1);
+  }
+  const Range range("post_backward_reduce", label_);
+  std::vector<at::ScalarType> dtypes; // each is reduced by itself
+  for (const auto& param : params_) {
+    const bool reduced = param->unsharded_grad().defined() ||
+                         (reduce_scatter_unused_params && param->tensor().requires_grad());
+    const auto dtype = wire_dtype(*param);
+    if (reduced && std::find(dtypes.begin(), dtypes.end(), dtype) == dtypes.end()) {
+      dtypes.push_back(dtype);
+    }
+  }
+  const CollectiveLabel collective(name_);
+  for (const auto dtype : dtypes) {
+    reduce(dtype);
+  }
+}
+
+at::ScalarType FSDPParamGroup::wire_dtype(const FSDPParam& param) const {
+  return reduce_dtype.value_or(param.unsharded().scalar_type());
 }
 
 void FSDPParamGroup::reduce(at::ScalarType dtype) {
@@ -93,7 +121,7 @@ void FSDPParamGroup::reduce(at::ScalarType dtype) {
   Reduction reduction;
   std::vector<ReduceInput> inputs;
   for (const auto& param : params_) {
-    if (param->dtype() != dtype) {
+    if (wire_dtype(*param) != dtype) {
       continue;
     }
     auto grad = param->take_unsharded_grad();
@@ -105,21 +133,28 @@ void FSDPParamGroup::reduce(at::ScalarType dtype) {
       inputs.push_back({std::move(grad), param->geometry().dim});
     }
   }
-  const auto dtype_on_wire = reduce_dtype.value_or(inputs.front().grad.scalar_type());
   if (alone()) {
     for (size_t i = 0; i < reduction.params.size(); ++i) {
-      const auto& grad = inputs[i].grad;
-      const double factor = gradient_divide_factor.value_or(1);
-      reduction.params[i]->add_sharded_grad(factor == 1 ? grad : grad.div(factor));
+      auto grad = inputs[i].grad.to(dtype);
+      if (const double factor = gradient_divide_factor.value_or(1); factor != 1) {
+        grad = grad.div(factor);
+      }
+      reduction.params[i]->add_sharded_grad(grad.to(reduction.params[i]->sharded().options()));
     }
     return;
   }
+  // Where some were accumulated in the reduce dtype and others were not.
+  const bool mixed = std::any_of(inputs.begin(), inputs.end(), [&](const auto& input) {
+    return input.grad.scalar_type() != inputs.front().grad.scalar_type();
+  });
+  for (auto& input : inputs) {
+    input.grad = mixed ? input.grad.to(dtype) : input.grad;
+  }
   reduction.request = {
       .group = reduce_group_,
-      .reduce_dtype = dtype_on_wire,
-      .result_dtype = dtype,
+      .reduce_dtype = dtype,
       .factors = divide_factors(
-          {.reduce_dtype = dtype_on_wire,
+          {.reduce_dtype = dtype,
            .shard_size = group_.size(),
            .factor = gradient_divide_factor,
            .force_sum = force_sum_reduction}),
@@ -138,11 +173,13 @@ void FSDPParamGroup::finish_reduction() {
   const auto compute = optional_current_stream(device());
   {
     const c10::OptionalStreamGuard on(reduction.request.stream);
-    const auto flat = finish_reduce(reduction.reducing, reduction.request);
+    const auto flat = to_shards(finish_reduce(reduction.reducing, reduction.request), reduction);
     int64_t offset = 0;
     for (auto* param : reduction.params) {
       const auto& geometry = param->geometry();
-      param->add_sharded_grad(raw_part(flat, offset, geometry.shard_sizes));
+      const auto grad = raw_part(flat, offset, geometry.shard_sizes);
+      param->add_sharded_grad(
+          grad.scalar_type() == param->dtype() ? grad : grad.to(param->dtype()));
       offset += geometry.padded_numel;
     }
   }
@@ -150,7 +187,32 @@ void FSDPParamGroup::finish_reduction() {
   wait_for_stream(compute, reduction.request.stream);
 }
 
+/// Reduced gradients in the shards' dtype, where they have one, and memory.
+at::Tensor FSDPParamGroup::to_shards(const at::Tensor& flat, const Reduction& reduction) {
+  at::NoGradGuard no_grad;
+  const auto dtype = reduction.params.front()->dtype();
+  const auto& params = reduction.params;
+  const bool one_dtype = std::all_of(
+      params.begin(), params.end(), [&](const auto* param) { return param->dtype() == dtype; });
+  const auto cast = one_dtype ? flat.to(dtype) : flat;
+  if (cast.device() == shard_.device()) {
+    return cast;
+  }
+  const bool pinned = offload_->pin_memory;
+  auto on_host =
+      at::empty(cast.sizes(), cast.options().device(at::kCPU).pinned_memory(pinned));
+  // Somebody reads it at once, or it may arrive by the end of backward.
+  const bool used_now = std::any_of(params.begin(), params.end(), [&](const auto* param) {
+    return param->tensor().grad().defined() || param->dtype() != cast.scalar_type() ||
+           torch::autograd::impl::post_acc_grad_hooks(param->tensor());
+  });
+  on_host.copy_(cast, /*non_blocking=*/pinned && !used_now);
+  grads_on_host_ = StreamEvent::of(optional_current_stream(cast.device()));
+  return on_host;
+}
+
 void FSDPParamGroup::end_backward(bool is_last) {
+  std::exchange(grads_on_host_, {}).synchronize();
   training_state = TrainingState::Idle;
   show(Face::Sharded);
   // Between microbatches memory may be kept. After the last, an optimizer may

@@ -5,23 +5,14 @@
 
 #include <algorithm>
 #include <numeric>
+#include <set>
 #include <utility>
 
 #include "base/text.h"
 #include "group/flat_views.h"
+#include "runtime/log.h"
 
 namespace fsdp::detail {
-
-namespace {
-
-// Unsharded parameters begin at multiples of this, as if allocated one by one.
-constexpr int64_t kAlignment = 256;
-
-int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
-} // namespace
 
 // ------------------------------------------------------------ Initialization
 
@@ -36,13 +27,25 @@ void check_shardable(const ParamSpec& spec, const DeviceMesh& mesh) {
 }
 
 FSDPParamGroup::FSDPParamGroup(
-    const std::vector<ParamSpec>& params, const DeviceMesh& mesh, std::string name)
+    const std::vector<ParamSpec>& params,
+    const DeviceMesh& mesh,
+    std::string name,
+    const GroupPolicy& policy)
     : name_(std::move(name)),
       mesh_(mesh),
       group_(mesh.get_group()),
       reduce_group_(group_),
-      post_forward_ranks_(group_.size()) {
+      post_forward_ranks_(group_.size()),
+      param_dtype_(policy.precision.param_dtype),
+      offload_(
+          std::holds_alternative<CPUOffloadPolicy>(policy.offload)
+              ? std::optional(std::get<CPUOffloadPolicy>(policy.offload))
+              : std::nullopt),
+      compute_device_(current_device(mesh.device_type())) {
   TORCH_CHECK_VALUE(!params.empty(), "[fully_shard] group '", name_, "' has no parameters");
+  if (policy.precision.reduce_dtype != param_dtype_) { // else gradients are computed in it
+    reduce_dtype = policy.precision.reduce_dtype;
+  }
   for (const auto& spec : params) {
     check_shardable(spec, mesh);
     params_.push_back(std::make_unique<FSDPParam>(
@@ -53,8 +56,12 @@ FSDPParamGroup::FSDPParamGroup(
   build();
 }
 
-void FSDPParamGroup::set_name(const std::string& name) {
+void FSDPParamGroup::set_name(const std::string& name, bool one_of_several) {
   name_ = name;
+  label_ = name.empty() ? "" : " (" + name + ")";
+  if (one_of_several) {
+    label_ += c10::str(" [pg=", group_.size(), "]");
+  }
   if (unsharded_) {
     unsharded_->set_owner(name_);
   }
@@ -62,6 +69,8 @@ void FSDPParamGroup::set_name(const std::string& name) {
 
 /// Makes the buffers for what the parameters hold now, and moves it there.
 void FSDPParamGroup::build() {
+  std::vector<LayoutItem> items;
+  extended_.clear();
   for (const auto& param : params_) {
     (void)param->shard_values(); // throws before anything is changed
     TORCH_CHECK_VALUE(
@@ -69,85 +78,63 @@ void FSDPParamGroup::build() {
         name_, "' has parameters on two devices: '", params_.front()->name(), "' on ",
         params_.front()->tensor().device(), ", '", param->name(), "' on ",
         param->tensor().device());
+    extended_.push_back(param->extension != nullptr);
+    items.push_back(
+        {.dtype = param->dtype(),
+         .gather_dtype = gather_dtype(*param),
+         .padded_numel = param->geometry().padded_numel,
+         .extended = extended_.back()});
   }
-  lay_out();
-  attach_params(params_.front()->tensor().options().requires_grad(false).dtype(gather_dtype_));
+  layout_ = flat_layout(items, group_.size());
+  attach_params();
   sharded_state_ = ShardedState::Sharded;
   comm->gather_after(StreamEvent::of(optional_current_stream(device())));
 }
 
-void FSDPParamGroup::lay_out() {
-  const auto first = params_.front()->dtype();
-  const bool plain_bytes = std::all_of(params_.begin(), params_.end(), [&](const auto& param) {
-    return param->dtype() == first && !param->extension;
-  });
-  gather_dtype_ = plain_bytes ? first : at::kByte;
-  const auto unit = static_cast<int64_t>(c10::elementSize(gather_dtype_));
-  order_.resize(params_.size());
-  std::iota(order_.begin(), order_.end(), 0);
-  // Extended ones last: the rest is sent as it lies. Wide elements first: then
-  // every one is aligned without gaps.
-  std::stable_sort(order_.begin(), order_.end(), [&](size_t a, size_t b) {
-    const auto key = [&](size_t i) {
-      return std::pair(params_[i]->extension == nullptr, c10::elementSize(params_[i]->dtype()));
-    };
-    return key(a) > key(b);
-  });
-  num_plain_ = std::count_if(
-      params_.begin(), params_.end(), [](const auto& param) { return !param->extension; });
-  parts_.assign(params_.size(), {});
-  gather_numels_.clear();
-  int64_t shard_offset = 0;
-  unsharded_numel_ = 0;
-  for (size_t k = 0; k < order_.size(); ++k) {
-    const auto& param = *params_[order_[k]];
-    const auto size = static_cast<int64_t>(c10::elementSize(param.dtype()));
-    auto& part = parts_[order_[k]];
-    part.extended = param.extension != nullptr;
-    part.numel = param.geometry().padded_numel * size / unit;
-    shard_offset = round_up(shard_offset, std::max<int64_t>(size / unit, 1));
-    part.shard_offset = shard_offset;
-    part.unsharded_offset = unsharded_numel_;
-    shard_offset += part.numel;
-    unsharded_numel_ += round_up(part.numel * group_.size(), kAlignment / unit);
-    if (k < num_plain_) {
-      gather_numels_.push_back(part.numel);
-      plain_numel_ = shard_offset;
-    }
-  }
-  if (num_plain_ == 0) {
-    plain_numel_ = 0;
-  }
-  // Divides over any number of neighbouring ranks.
-  unsharded_numel_ = round_up(unsharded_numel_, group_.size());
+at::ScalarType FSDPParamGroup::gather_dtype(const FSDPParam& param) const {
+  return param_dtype_ && at::isFloatingType(param.dtype()) ? *param_dtype_ : param.dtype();
 }
 
-void FSDPParamGroup::attach_params(const at::TensorOptions& options) {
+void FSDPParamGroup::attach_params() {
   at::NoGradGuard no_grad;
   c10::InferenceMode not_inference(false);
-  const auto& last = parts_[order_.back()];
+  const auto from = params_.front()->tensor().device();
+  auto options = at::TensorOptions().device(from).dtype(layout_.shard_dtype);
+  auto gathered_options = options.dtype(layout_.gather_dtype);
+  if (offload_ && !from.is_meta()) {
+    gathered_options = gathered_options.device(compute_device_);
+    options =
+        options.device(at::kCPU).pinned_memory(offload_->pin_memory && has_streams(compute_device_));
+  }
   // Zeros, so that padding is the same on every rank and in every run.
-  const auto shard = at::zeros({last.shard_offset + last.numel}, options);
+  const auto shard = at::zeros({layout_.shard_numel}, options);
   unsharded_.reset();
-  if (!alone() || num_plain_ < params_.size()) {
-    unsharded_.emplace(unsharded_numel_, options, name_);
+  if (!alone() || !layout_.sends_shards() || options.device() != gathered_options.device()) {
+    unsharded_.emplace(layout_.unsharded_numel, gathered_options, name_);
   }
   gather_targets_.assign(params_.size(), {});
-  for (size_t k = 0; k < order_.size(); ++k) {
-    auto& param = *params_[order_[k]];
-    const auto& part = parts_[order_[k]];
+  gather_numels_.clear();
+  for (size_t k = 0; k < params_.size(); ++k) {
+    auto& param = *params_[layout_.order[k]];
+    const auto& part = layout_.parts[layout_.order[k]];
     const auto& geometry = param.geometry();
     auto sharded = shaped(
-        typed_view(shard, part.shard_offset, part.numel, param.dtype()), geometry.shard_sizes);
+        typed_view(shard, part.shard.offset, part.shard.numel, param.dtype()),
+        geometry.shard_sizes);
     auto unsharded = sharded;
     if (unsharded_) {
-      const auto run =
-          unsharded_->tensor().narrow(0, part.unsharded_offset, part.numel * group_.size());
+      const auto numel = part.gathered.numel * group_.size();
       unsharded = shaped(
-          run.scalar_type() == param.dtype() ? run : run.view(param.dtype()), geometry.sizes);
+          typed_view(unsharded_->tensor(), part.unsharded_offset, numel, gather_dtype(param)),
+          geometry.sizes);
       if (geometry.dim == 0) {
-        gather_targets_[k] = run.view({group_.size(), part.numel});
+        gather_targets_[k] = unsharded_->tensor()
+                                 .narrow(0, part.unsharded_offset, numel)
+                                 .view({group_.size(), part.gathered.numel});
       }
+    }
+    if (k < layout_.num_plain) {
+      gather_numels_.push_back(part.gathered.numel);
     }
     param.attach(std::move(sharded), std::move(unsharded));
   }
@@ -159,7 +146,7 @@ void FSDPParamGroup::attach_params(const at::TensorOptions& options) {
 
 bool FSDPParamGroup::was_changed() const {
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (params_[i]->was_replaced() || parts_[i].extended != (params_[i]->extension != nullptr)) {
+    if (params_[i]->was_replaced() || extended_[i] != (params_[i]->extension != nullptr)) {
       return true;
     }
   }
@@ -167,6 +154,7 @@ bool FSDPParamGroup::was_changed() const {
 }
 
 void FSDPParamGroup::lazy_init() {
+  check_host_memory();
   if (was_changed()) {
     to_sharded(); // adopts
   }
@@ -181,6 +169,47 @@ void FSDPParamGroup::lazy_init() {
       "[fully_shard] parameters should be materialized from meta device before training, but "
       "these were still on meta device: ",
       join(on_meta), "; give them memory (Module::to_empty) and values first");
+}
+
+void FSDPParamGroup::check_host_memory() const {
+  std::vector<std::string> elsewhere;
+  for (const auto& param : params_) {
+    const auto device = param->face() == Face::Sharded ? param->tensor().device() : at::kCPU;
+    if (offload_ && !device.is_cpu() && !device.is_meta()) {
+      elsewhere.push_back(c10::str(param->name(), " (", device, ")"));
+    }
+  }
+  TORCH_CHECK(
+      elsewhere.empty(),
+      "[fully_shard] parameters should be materialized on CPU when enabling CPU offloading, but "
+      "these were moved elsewhere: ",
+      join(elsewhere), "; do not move the module after fully_shard, or to_empty it on the CPU");
+}
+
+void FSDPParamGroup::log_layout() const {
+  if (group_.rank() != 0) {
+    return; // the others' is the same
+  }
+  int64_t numel = 0;
+  int64_t bytes = 0; // of the whole parameters
+  int64_t padded_bytes = 0;
+  std::set<std::string> dtypes;
+  for (const auto& param : params_) {
+    const auto size = static_cast<int64_t>(c10::elementSize(gather_dtype(*param)));
+    const auto whole = c10::multiply_integers(param->geometry().sizes);
+    numel += whole;
+    bytes += whole * size;
+    padded_bytes += param->geometry().gathered_numel() * size;
+    dtypes.insert(c10::toString(param->dtype()));
+  }
+  const auto name_of = [](const auto& dtype) { return dtype ? c10::toString(*dtype) : "same"; };
+  log(LogLevel::Info,
+      c10::str(
+          "group=\"", name_, "\" ranks=", group_.size(), " params=", params_.size(),
+          " numel=", numel, " dtype=", join(dtypes, "+"), " param_dtype=", name_of(param_dtype_),
+          " reduce_dtype=", name_of(reduce_dtype), " shard_bytes=", shard_.nbytes(),
+          " gathered_bytes=", padded_bytes, " padding_bytes=", padded_bytes - bytes,
+          " reshard_after_forward=", post_forward_ranks_, " offload=", offload_ ? "cpu" : "no"));
 }
 
 uint64_t FSDPParamGroup::shard_version() const {

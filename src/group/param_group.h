@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <fsdp/debug.h>
+#include <fsdp/policy.h>
 
 #include <deque>
 #include <memory>
@@ -15,6 +16,7 @@
 #include "collective/gather.h"
 #include "collective/reduce.h"
 #include "group/comm_context.h"
+#include "group/flat_layout.h"
 #include "param/freeable_buffer.h"
 #include "param/fsdp_param.h"
 
@@ -25,6 +27,12 @@ struct ParamSpec {
   at::Tensor param;
   std::string name;
   int64_t shard_dim = 0;
+};
+
+/// In which dtypes a group works, and where its shards are.
+struct GroupPolicy {
+  MixedPrecisionPolicy precision;
+  AnyOffloadPolicy offload;
 };
 
 /// Throws what making a group of it would throw, before anything is changed.
@@ -51,18 +59,25 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   /// Shards `params` over `mesh`, which has one axis: each keeps this rank's
   /// part only. They are on one device; dtypes may differ, and are then
   /// gathered as bytes.
-  FSDPParamGroup(const std::vector<ParamSpec>& params, const DeviceMesh& mesh, std::string name);
+  FSDPParamGroup(
+      const std::vector<ParamSpec>& params,
+      const DeviceMesh& mesh,
+      std::string name,
+      const GroupPolicy& policy = {});
 
   /// From the root, at lazy init; before, what is known.
   const std::string& name() const {
     return name_;
   }
-  void set_name(const std::string& name);
+  void set_name(const std::string& name, bool one_of_several = false);
+  /// One line: parameters, dtypes, bytes and padding.
+  void log_layout() const;
   const std::vector<std::unique_ptr<FSDPParam>>& params() const {
     return params_;
   }
+  /// Where the parameters are gathered; shards may be on the host.
   c10::Device device() const {
-    return shard_.device();
+    return offload_ ? compute_device_ : shard_.device();
   }
   bool is_unsharded() const {
     return sharded_state_ == ShardedState::Unsharded;
@@ -149,13 +164,6 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   std::shared_ptr<CommContext> comm = std::make_shared<CommContext>();
 
  private:
-  /// Where a parameter lies in the flat buffers, in elements of these.
-  struct Part {
-    int64_t shard_offset = 0;
-    int64_t numel = 0; // padded, per rank
-    int64_t unsharded_offset = 0;
-    bool extended = false; // sent by an extension
-  };
   struct Reduction {
     Reducing reducing;
     ReduceRequest request;
@@ -170,21 +178,29 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
 
   void build();
   void discard_pending();
-  void lay_out();
-  void attach_params(const at::TensorOptions& options);
+  void attach_params();
+  void check_host_memory() const;
   at::Tensor gather_input();
+  int64_t make_payloads();
   void copy_out_all();
   void copy_out_payloads(std::vector<at::Tensor> outputs);
   void to_sharded();
   void to_sharded_post_forward();
   void show(Face face);
+  /// Of the whole parameter, and so of compute.
+  at::ScalarType gather_dtype(const FSDPParam& param) const;
+  /// In which its gradient is reduced.
+  at::ScalarType wire_dtype(const FSDPParam& param) const;
+  void reduce_all();
   void reduce(at::ScalarType dtype);
+  at::Tensor to_shards(const at::Tensor& flat, const Reduction& reduction);
   /// Nothing to communicate.
   bool alone() const {
     return group_.size() == 1;
   }
 
   std::string name_;
+  std::string label_; // of ranges: " (name)", and the size of one of several
   const DeviceMesh mesh_;
   const ProcessGroup group_;
   ProcessGroup reduce_group_;
@@ -200,23 +216,23 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   bool custom_all_gather_ = false;
   bool custom_reduce_scatter_ = false;
 
-  at::ScalarType gather_dtype_ = at::kFloat; // bytes where dtypes differ
-  std::vector<size_t> order_;                // of the parameters in the flat buffers
-  size_t num_plain_ = 0;                     // those without an extension come first
-  std::vector<Part> parts_;                  // by parameter
-  std::vector<int64_t> gather_numels_;       // by place in `order_`
-  int64_t plain_numel_ = 0;                  // of all those, per rank
-  int64_t unsharded_numel_ = 0;
+  const std::optional<at::ScalarType> param_dtype_; // else the parameters' own
+  const std::optional<CPUOffloadPolicy> offload_;
+  const c10::Device compute_device_; // of offloaded ones
+  FlatLayout layout_;
+  std::vector<bool> extended_;         // by parameter, as the layout was made for
+  std::vector<int64_t> gather_numels_; // of the plain ones, in the layout's order
 
   at::Tensor shard_;                        // 1D: the padded shards
   std::optional<FreeableBuffer> unsharded_; // 1D; none where it is the shard itself
-  // By place in `order_`: (ranks, part numel) views; undefined for other dims than 0.
+  // In the layout's order: (ranks, part numel) views; undefined for other dims than 0.
   std::vector<at::Tensor> gather_targets_;
   at::Tensor post_forward_shard_; // 1D
   std::optional<Gathered> pending_;
   bool prefetched_ = false; // by a forward, not by the user
   std::vector<Payload> payloads_;
   std::deque<Reduction> reductions_;
+  StreamEvent grads_on_host_; // copies of gradients that were started
 };
 
 } // namespace fsdp::detail

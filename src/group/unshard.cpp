@@ -2,12 +2,12 @@
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "group/flat_views.h"
 #include "group/param_group.h"
 #include "process_group/observer.h"
+#include "runtime/range.h"
 
 namespace fsdp::detail {
 
@@ -20,7 +20,8 @@ void FSDPParamGroup::unshard(bool async_op) {
   if (!unshard_in_backward && training_state == TrainingState::PreBackward) {
     return;
   }
-  const CollectiveLabel label(name_);
+  const Range range("all_gather", label_);
+  const CollectiveLabel collective(name_);
   const auto streams = comm->gather_streams(
       device(), !async_op && (training_state == TrainingState::Forward ||
                               training_state == TrainingState::PreBackward));
@@ -39,37 +40,67 @@ void FSDPParamGroup::unshard(bool async_op) {
     input = gather_input();
   }
   if (alone()) {
-    pending_ = Gathered{.input = input, .buffer = input, .work = {}, .issued = {}};
+    pending_ = Gathered{
+        .input = input,
+        .buffer = input,
+        .work = {},
+        .issued = StreamEvent::of(streams.copy_in)};
   } else {
     pending_ = start_gather(*all_gather_, std::move(input), group_, streams);
   }
 }
 
+/// What this rank sends: the shard buffer as it lies, or one copy of it that
+/// casts, moves to the device and makes room for payloads on the way.
 at::Tensor FSDPParamGroup::gather_input() {
-  if (num_plain_ == params_.size()) {
-    return shard_;
+  const bool on_device = shard_.device() == device();
+  if (on_device && (layout_.sends_shards() || (alone() && layout_.all_plain()))) {
+    return shard_; // alone it is cast when it is copied out
   }
   at::NoGradGuard no_grad;
+  const auto payload_numel = make_payloads();
+  auto input = all_gather_->allocate(
+      {layout_.gathered_numel + payload_numel},
+      at::TensorOptions().device(device()).dtype(layout_.gather_dtype));
+  for (const auto& run : layout_.runs) {
+    auto to =
+        typed_view(input, run.gathered.offset, run.gathered.numel, run.gather_dtype);
+    to.copy_(
+        typed_view(shard_, run.shard.offset, run.shard.numel, run.dtype), /*non_blocking=*/true);
+  }
+  auto offset = layout_.gathered_numel;
+  for (const auto& sent : payloads_) {
+    for (const auto& tensor : sent.payload.tensors) {
+      const auto bytes = static_cast<int64_t>(tensor.nbytes());
+      input.narrow(0, offset, bytes).copy_(tensor.view(-1).view(at::kByte), /*non_blocking=*/true);
+      offset += bytes;
+    }
+  }
+  return input;
+}
+
+/// Lets the extensions make what they send; returns its bytes.
+int64_t FSDPParamGroup::make_payloads() {
   payloads_.clear();
-  std::vector<at::Tensor> pieces{shard_.narrow(0, 0, plain_numel_)};
-  for (size_t k = num_plain_; k < order_.size(); ++k) {
-    auto& param = *params_[order_[k]];
-    const auto& part = parts_[order_[k]];
-    const auto& geometry = param.geometry();
+  int64_t bytes = 0;
+  for (size_t k = layout_.num_plain; k < params_.size(); ++k) {
+    auto& param = *params_[layout_.order[k]];
+    const auto& shard = layout_.parts[layout_.order[k]].shard;
     auto payload = param.extension->pre_all_gather(
-        typed_view(shard_, part.shard_offset, part.numel, param.dtype())
-            .view(geometry.padded_sizes),
+        typed_view(shard_, shard.offset, shard.numel, param.dtype())
+            .view(param.geometry().padded_sizes)
+            .to(device(), /*non_blocking=*/true),
         param.gather_info());
     TORCH_CHECK_VALUE(
         !payload.tensors.empty(), "[fully_shard] the all-gather extension of '", param.name(),
         "' sends no tensor");
     for (auto& tensor : payload.tensors) {
       tensor = tensor.dim() == 0 ? tensor.view({1}) : tensor.contiguous();
-      pieces.push_back(tensor.view(-1).view(at::kByte));
+      bytes += static_cast<int64_t>(tensor.nbytes());
     }
     payloads_.push_back({&param, param.extension, std::move(payload)});
   }
-  return at::cat(pieces);
+  return bytes;
 }
 
 void FSDPParamGroup::wait_for_unshard() {
@@ -86,6 +117,7 @@ void FSDPParamGroup::wait_for_unshard() {
   if (forward) {
     comm->release_parked();
   }
+  const Range range("all_gather_copy_out", label_);
   const auto current = optional_current_stream(device());
   pending_->wait(current);
   if (unsharded_) {
@@ -114,9 +146,16 @@ void FSDPParamGroup::copy_out_all() {
     return;
   }
   const auto row = pending_->input.numel();
+  if (pending_->buffer.is_same(shard_)) { // alone: one copy that casts
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    for (const auto& param : params_) {
+      param->unsharded().copy_(param->sharded());
+    }
+    return;
+  }
   auto targets = gather_targets_;
   auto numels = gather_numels_;
-  targets.resize(num_plain_);
+  targets.resize(layout_.num_plain);
   for (const auto& [param, extension, payload] : payloads_) {
     for (const auto& tensor : payload.tensors) {
       numels.push_back(static_cast<int64_t>(tensor.nbytes()));
@@ -126,17 +165,17 @@ void FSDPParamGroup::copy_out_all() {
   for (size_t k = 0; k < targets.size(); ++k) {
     if (!targets[k].defined()) {
       // No run of the whole (another dim than 0, or packed): by way of a copy.
-      targets[k] = at::empty({group_.size(), numels[k]}, shard_.options());
+      targets[k] = at::empty({group_.size(), numels[k]}, pending_->buffer.options());
     }
   }
   if (row > 0) {
     copy_out(pending_->buffer, numels, row, targets);
   }
-  for (size_t k = 0; k < num_plain_; ++k) {
-    auto& param = *params_[order_[k]];
+  for (size_t k = 0; k < layout_.num_plain; ++k) {
+    auto& param = *params_[layout_.order[k]];
     const auto& geometry = param.geometry();
     if (geometry.dim != 0) {
-      auto pieces = typed_view(targets[k].view(-1), 0, targets[k].numel(), param.dtype())
+      auto pieces = typed_view(targets[k].view(-1), 0, targets[k].numel(), gather_dtype(param))
                         .view({group_.size(), geometry.padded_numel})
                         .unbind(0);
       for (auto& piece : pieces) {
@@ -146,7 +185,7 @@ void FSDPParamGroup::copy_out_all() {
       at::cat_out(whole, pieces, geometry.dim);
     }
   }
-  copy_out_payloads({targets.begin() + static_cast<int64_t>(num_plain_), targets.end()});
+  copy_out_payloads({targets.begin() + static_cast<int64_t>(layout_.num_plain), targets.end()});
 }
 
 void FSDPParamGroup::copy_out_payloads(std::vector<at::Tensor> outputs) {
@@ -196,7 +235,7 @@ void FSDPParamGroup::to_sharded_post_forward() {
     return;
   }
   at::NoGradGuard no_grad;
-  const auto numel = unsharded_numel_ / post_forward_ranks_;
+  const auto numel = layout_.unsharded_numel / post_forward_ranks_;
   const auto rank = group_.rank() % post_forward_ranks_;
   auto kept = unsharded_->tensor().narrow(0, rank * numel, numel).clone();
   to_sharded();

@@ -72,6 +72,18 @@ void check_mesh(const DeviceMesh& mesh) {
       mesh.ndim() == 1, "[fully_shard] a 2D mesh (HSDP) is not supported yet: ", mesh.str());
 }
 
+void check_precision(const MixedPrecisionPolicy& policy, const std::string& name) {
+  const auto check = [&](const auto& dtype, const char* field) {
+    TORCH_CHECK_VALUE(
+        !dtype || at::isFloatingType(*dtype), "[fully_shard] mp_policy.", field, " of '", name,
+        "' is ", dtype ? c10::toString(*dtype) : "",
+        ", which is not a floating point type; take kBFloat16, kHalf or kFloat, or leave it out");
+  };
+  check(policy.param_dtype, "param_dtype");
+  check(policy.reduce_dtype, "reduce_dtype");
+  check(policy.output_dtype, "output_dtype");
+}
+
 // ------------------------------------------------------------ What is sharded
 
 /// Without those that are inside others of the list.
@@ -143,13 +155,6 @@ DeviceMesh mesh_of(const FullyShardOptions& options, const std::vector<Candidate
   return init_device_mesh(type, {get_world_size()});
 }
 
-c10::Device device_of(const DeviceMesh& mesh) {
-  if (mesh.device_type() == c10::DeviceType::CPU) {
-    return c10::kCPU;
-  }
-  return c10::impl::VirtualGuardImpl(mesh.device_type()).getDevice();
-}
-
 /// In place: whoever holds the tensor sees it there.
 void move_to(const at::Tensor& tensor, c10::Device device) {
   if (tensor.defined() && !tensor.is_meta() && tensor.device() != device) {
@@ -192,12 +197,15 @@ FSDPState::Groups make_groups(
       detail::check_shardable(spec, over);
     }
   }
+  const bool offload = std::holds_alternative<CPUOffloadPolicy>(options.offload_policy);
+  const detail::GroupPolicy policy{options.mp_policy, options.offload_policy};
   FSDPState::Groups groups;
   for (const auto& [over, specs] : by_mesh) {
+    const auto home = offload ? at::kCPU : detail::current_device(over.device_type());
     for (const auto& spec : specs) {
-      move_to(spec.param, device_of(over));
+      move_to(spec.param, home);
     }
-    auto group = std::make_shared<FSDPParamGroup>(specs, over, name);
+    auto group = std::make_shared<FSDPParamGroup>(specs, over, name, policy);
     group->set_post_forward_ranks(options.reshard_after_forward.ranks(group->size()));
     groups.push_back(std::move(group));
   }
@@ -218,7 +226,7 @@ FSDPModule detail::fully_shard_all(
   const auto roots = outermost(modules);
   const auto params = unmanaged_params(roots, options);
   const auto mesh = mesh_of(options, params);
-  const auto device = device_of(mesh);
+  const auto device = detail::current_device(mesh.device_type());
   (void)options.reshard_after_forward.ranks(mesh.get_group().size()); // without parameters too
   std::vector<std::string> types;
   std::vector<const void*> addresses;
@@ -227,11 +235,13 @@ FSDPModule detail::fully_shard_all(
     addresses.push_back(&*root);
   }
   const auto name = detail::join(types);
+  check_precision(options.mp_policy, name);
   auto groups = make_groups(params, mesh, options, name);
   move_buffers(roots, device);
   auto state = std::make_shared<FSDPState>(
       name, std::move(addresses), device, std::move(groups), detail::looking_below(roots));
   state->auto_reshard_after_forward = options.reshard_after_forward.is_auto();
+  state->precision = options.mp_policy;
   state->ignored_params = options.ignored_params;
   for (const auto& root : roots) {
     detail::set_state(*root, state);

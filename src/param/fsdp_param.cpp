@@ -173,6 +173,13 @@ at::Tensor FSDPParam::take_unsharded_grad() {
   return std::exchange(slot_->grad, at::Tensor());
 }
 
+void FSDPParam::accumulate_in(at::ScalarType dtype) {
+  if (slot_->grad.defined()) {
+    at::NoGradGuard no_grad;
+    slot_->grad = slot_->grad.to(dtype);
+  }
+}
+
 void FSDPParam::add_sharded_grad(const at::Tensor& grad) {
   at::NoGradGuard no_grad;
   auto& sharded_grad = param_.mutable_grad();

@@ -23,7 +23,8 @@ namespace fsdp::detail {
 //          ------------------------------------------------>
 //  sharded face                                     unsharded face
 //  this rank's shard, a view of the                 the whole parameter, a view of the
-//  group's flat shard buffer                        group's freeable buffer
+//  group's flat shard buffer, in its                group's freeable buffer, in the dtype
+//  own dtype, perhaps on the host                   and on the device of compute
 //          <------------------------------------------------
 //              reshard: show sharded, free the buffer
 //
@@ -69,9 +70,10 @@ class FSDPParam {
   const at::Tensor& tensor() const {
     return param_;
   }
-  /// Of what the user has put there last.
+  /// Of the shard, its gradient and its optimizer state; of what the user has
+  /// put there last.
   at::ScalarType dtype() const {
-    return param_.scalar_type();
+    return face_ == Face::Sharded ? param_.scalar_type() : sharded_.scalar_type();
   }
 
   // ---- Faces
@@ -112,6 +114,8 @@ class FSDPParam {
     return slot_->grad;
   }
   at::Tensor take_unsharded_grad();
+  /// Casts it, so that what comes is added in that dtype.
+  void accumulate_in(at::ScalarType dtype);
   /// Called in backward when a part of it arrives.
   void set_on_grad(std::function<void()> on_grad) {
     slot_->on_grad = std::move(on_grad);

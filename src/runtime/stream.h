@@ -18,6 +18,11 @@ inline bool has_streams(c10::Device device) {
   return !device.is_cpu() && !device.is_meta();
 }
 
+/// The calling thread's current device of a type.
+inline c10::Device current_device(c10::DeviceType type) {
+  return type == c10::kCPU ? c10::Device(type) : c10::impl::VirtualGuardImpl(type).getDevice();
+}
+
 /// The calling thread's current stream on `device`.
 inline c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
@@ -58,6 +63,12 @@ class StreamEvent {
   void block(const OptionalStream& stream) const {
     if (event_ && stream) {
       event_->block(*stream);
+    }
+  }
+  /// The calling thread waits for it.
+  void synchronize() const {
+    if (event_) {
+      event_->synchronize();
     }
   }
 

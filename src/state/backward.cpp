@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "runtime/range.h"
 #include "state/autograd_hooks.h"
 #include "state/fsdp_state.h"
 
@@ -132,6 +133,7 @@ void FSDPState::finish_states(
 }
 
 void FSDPState::finish_backward(StateContext& context, CommContext& comm) {
+  const Range range("root_post_backward_callback");
   std::vector<std::shared_ptr<FSDPState>> states;
   for (const auto& weak : context.states) {
     if (auto state = weak.lock()) {

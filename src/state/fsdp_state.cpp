@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "runtime/range.h"
 #include "state/autograd_hooks.h"
 
 namespace fsdp::detail {
@@ -22,6 +23,14 @@ void erase(std::vector<const void*>& modules, const void* module) {
 
 bool contains(const std::vector<const void*>& modules, const void* module) {
   return std::find(modules.begin(), modules.end(), module) != modules.end();
+}
+
+void cast_floating(const std::vector<at::Tensor*>& tensors, at::ScalarType dtype) {
+  for (auto* tensor : tensors) {
+    if (tensor->defined() && tensor->is_floating_point() && tensor->scalar_type() != dtype) {
+      *tensor = tensor->to(dtype);
+    }
+  }
 }
 
 } // namespace
@@ -102,6 +111,7 @@ void FSDPState::pre_forward(const void* module) {
 // The outermost forward, which need not be the root's: gathers see what the
 // optimizer has written.
 void FSDPState::begin_root_forward() {
+  const Range range("root_pre_forward");
   context_->forward_root = this;
   if (has_streams(device_)) {
     // Hooks and callbacks run in the thread that calls backward.
@@ -121,11 +131,17 @@ bool FSDPState::is_unchecked_root() const {
 
 void FSDPState::replace_inputs(const std::vector<at::Tensor*>& tensors) {
   if (has_streams(device_) && context_->forward_root == this) {
+    const Range range("inputs_to_device");
     for (auto* tensor : tensors) {
       if (tensor->defined()) {
         *tensor = tensor->to(device_);
       }
     }
+  }
+  // Also when backward recomputes: the same dtypes as before.
+  if (precision.cast_forward_inputs && precision.param_dtype) {
+    const Range range("cast_forward_inputs");
+    cast_floating(tensors, *precision.param_dtype);
   }
   if (entering_ && !groups_.empty()) {
     call_after_gradients(tensors, [weak = weak_from_this()] {
@@ -137,6 +153,14 @@ void FSDPState::replace_inputs(const std::vector<at::Tensor*>& tensors) {
 }
 
 void FSDPState::post_forward(const void* module, const std::vector<at::Tensor*>& outputs) {
+  end_forward(module, outputs);
+  if (precision.output_dtype) {
+    const Range range("cast_forward_outputs");
+    cast_floating(outputs, *precision.output_dtype);
+  }
+}
+
+void FSDPState::end_forward(const void* module, const std::vector<at::Tensor*>& outputs) {
   erase(running_, module);
   check_outputs(outputs);
   if (training_state_ == TrainingState::PreBackward) {

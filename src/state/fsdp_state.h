@@ -98,6 +98,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
 
   /// Keep the parameters after forward if this turns out to be the root.
   bool auto_reshard_after_forward = true;
+  MixedPrecisionPolicy precision;
   std::vector<at::Tensor> ignored_params;
   std::vector<std::weak_ptr<FSDPState>> forward_prefetch;
   std::vector<std::weak_ptr<FSDPState>> backward_prefetch;
@@ -109,11 +110,13 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   static void set_names(const Subtree& below);
   static void check_shared_params(const Subtree& below);
   static void warn_of_unmanaged_params(const Subtree& below);
+  static void log_groups(const std::vector<std::shared_ptr<FSDPState>>& states);
 
   // Forward
   void begin_root_forward();
   std::function<void()> end_root_forward(std::function<void()> hook);
   std::function<void()> complete_forward();
+  void end_forward(const void* module, const std::vector<at::Tensor*>& outputs);
   void check_outputs(const std::vector<at::Tensor*>& outputs) const;
   uint64_t shard_version() const;
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "runtime/log.h"
 #include "state/fsdp_state.h"
 
 namespace fsdp::detail {
@@ -57,6 +58,7 @@ void FSDPState::lazy_init() {
       group->set_post_forward_ranks(0);
     }
   }
+  log_groups(states);
 }
 
 void FSDPState::set_names(const Subtree& below) {
@@ -69,8 +71,9 @@ void FSDPState::set_names(const Subtree& below) {
     }
   }
   for (const auto& node : below.nodes) {
-    for (const auto& group : node.state->groups_) {
-      group->set_name(node.state->name_);
+    const auto& groups = node.state->groups_;
+    for (const auto& group : groups) {
+      group->set_name(node.state->name_, groups.size() > 1);
     }
   }
   std::unordered_set<const at::TensorImpl*> seen;
@@ -129,6 +132,17 @@ void FSDPState::warn_of_unmanaged_params(const Subtree& below) {
         "[fully_shard] these parameters appeared after fully_shard and are not sharded; their "
         "gradients are not reduced: ",
         join(unmanaged));
+  }
+}
+
+void FSDPState::log_groups(const std::vector<std::shared_ptr<FSDPState>>& states) {
+  if (!log_enabled(LogLevel::Info)) {
+    return;
+  }
+  for (const auto& state : states) {
+    for (const auto& group : state->groups_) {
+      group->log_layout();
+    }
   }
 }
 
