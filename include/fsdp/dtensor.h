@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <fsdp/device_mesh.h>
@@ -19,19 +20,28 @@ namespace fsdp {
 class FSDP_API DTensor {
  public:
   /// This rank's part, contiguous or not, as it was given.
-  const at::Tensor& to_local() const {
+  const at::Tensor& to_local() const& {
     return local_;
+  }
+  at::Tensor to_local() && { // of as_dtensor(param), which is gone at once
+    return std::move(local_);
   }
   const DeviceMesh& device_mesh() const {
     return mesh_;
   }
   /// One per mesh axis.
-  const std::vector<Placement>& placements() const {
+  const std::vector<Placement>& placements() const& {
     return placements_;
   }
+  std::vector<Placement> placements() && {
+    return std::move(placements_);
+  }
   /// Of the whole tensor.
-  at::IntArrayRef sizes() const {
+  at::IntArrayRef sizes() const& {
     return sizes_;
+  }
+  std::vector<int64_t> sizes() && {
+    return std::move(sizes_);
   }
   at::ScalarType scalar_type() const {
     return local_.scalar_type();

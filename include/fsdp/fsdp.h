@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <fsdp/call.h>
+#include <fsdp/clip_grad_norm.h>
 #include <fsdp/comm.h>
 #include <fsdp/debug.h>
 #include <fsdp/device_mesh.h>
@@ -12,8 +13,11 @@
 #include <fsdp/error.h>
 #include <fsdp/extension.h>
 #include <fsdp/fully_shard.h>
+#include <fsdp/grad_scaler.h>
 #include <fsdp/hooked.h>
 #include <fsdp/launch.h>
+#include <fsdp/memory.h>
+#include <fsdp/meta_init.h>
 #include <fsdp/module_ref.h>
 #include <fsdp/nn.h>
 #include <fsdp/optim.h>

@@ -52,6 +52,10 @@ class CommContext {
   /// one before.
   void park(Gathered gathered, StreamEvent copied_out);
   void release_parked();
+  /// Null where there is none.
+  const Gathered* parked() const {
+    return parked_ ? &parked_->gathered : nullptr;
+  }
 
   const OptionalStream& reduce_scatter_stream() const {
     return reduce_scatter_;

@@ -36,8 +36,8 @@ bool continues(const FlatLayout::Span& before, const FlatLayout::Span& span) {
 
 bool FlatLayout::sends_shards() const {
   return all_plain() && std::all_of(runs.begin(), runs.end(), [](const auto& run) {
-    return run.dtype == run.gather_dtype;
-  });
+           return run.dtype == run.gather_dtype;
+         });
 }
 
 FlatLayout flat_layout(const std::vector<LayoutItem>& items, int64_t num_ranks) {

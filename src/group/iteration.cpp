@@ -199,8 +199,7 @@ at::Tensor FSDPParamGroup::to_shards(const at::Tensor& flat, const Reduction& re
     return cast;
   }
   const bool pinned = offload_->pin_memory;
-  auto on_host =
-      at::empty(cast.sizes(), cast.options().device(at::kCPU).pinned_memory(pinned));
+  auto on_host = at::empty(cast.sizes(), cast.options().device(at::kCPU).pinned_memory(pinned));
   // Somebody reads it at once, or it may arrive by the end of backward.
   const bool used_now = std::any_of(params.begin(), params.end(), [&](const auto* param) {
     return param->tensor().grad().defined() || param->dtype() != cast.scalar_type() ||
@@ -212,7 +211,7 @@ at::Tensor FSDPParamGroup::to_shards(const at::Tensor& flat, const Reduction& re
 }
 
 void FSDPParamGroup::end_backward(bool is_last) {
-  std::exchange(grads_on_host_, {}).synchronize();
+  wait_for_host_copies();
   training_state = TrainingState::Idle;
   show(Face::Sharded);
   // Between microbatches memory may be kept. After the last, an optimizer may
@@ -226,10 +225,14 @@ void FSDPParamGroup::end_backward(bool is_last) {
 void FSDPParamGroup::discard_pending() {
   if (pending_) {
     pending_->wait(optional_current_stream(device())); // its buffer is being written
-    pending_.reset();
-    prefetched_ = false;
-    payloads_.clear();
+    forget_pending();
   }
+}
+
+void FSDPParamGroup::forget_pending() {
+  pending_.reset();
+  prefetched_ = false;
+  payloads_.clear();
 }
 
 void FSDPParamGroup::drop_pending() {
@@ -237,6 +240,11 @@ void FSDPParamGroup::drop_pending() {
     discard_pending();
     to_sharded();
   }
+}
+
+void FSDPParamGroup::wait_for_host_copies() {
+  std::exchange(copied_in_, {}).synchronize();
+  std::exchange(grads_on_host_, {}).synchronize();
 }
 
 void FSDPParamGroup::drop_unused_prefetch() {
@@ -247,9 +255,7 @@ void FSDPParamGroup::drop_unused_prefetch() {
 
 void FSDPParamGroup::reset() {
   training_state = TrainingState::Idle;
-  pending_.reset(); // not waited for: the peers may be gone
-  prefetched_ = false;
-  payloads_.clear();
+  forget_pending(); // not waited for: the peers may be gone
   reductions_.clear();
   to_sharded();
 }

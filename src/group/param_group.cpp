@@ -103,8 +103,8 @@ void FSDPParamGroup::attach_params() {
   auto gathered_options = options.dtype(layout_.gather_dtype);
   if (offload_ && !from.is_meta()) {
     gathered_options = gathered_options.device(compute_device_);
-    options =
-        options.device(at::kCPU).pinned_memory(offload_->pin_memory && has_streams(compute_device_));
+    options = options.device(at::kCPU).pinned_memory(
+        offload_->pin_memory && has_streams(compute_device_));
   }
   // Zeros, so that padding is the same on every rank and in every run.
   const auto shard = at::zeros({layout_.shard_numel}, options);
@@ -154,9 +154,8 @@ bool FSDPParamGroup::was_changed() const {
 }
 
 void FSDPParamGroup::lazy_init() {
-  check_host_memory();
-  if (was_changed()) {
-    to_sharded(); // adopts
+  if (offload_) {
+    check_host_memory();
   }
   std::vector<std::string> on_meta;
   for (const auto& param : params_) {
@@ -168,14 +167,17 @@ void FSDPParamGroup::lazy_init() {
       on_meta.empty(),
       "[fully_shard] parameters should be materialized from meta device before training, but "
       "these were still on meta device: ",
-      join(on_meta), "; give them memory (Module::to_empty) and values first");
+      join(on_meta), "; give them memory (fsdp::to_empty) and values first");
+  if (was_changed()) {
+    to_sharded(); // adopts
+  }
 }
 
 void FSDPParamGroup::check_host_memory() const {
   std::vector<std::string> elsewhere;
   for (const auto& param : params_) {
     const auto device = param->face() == Face::Sharded ? param->tensor().device() : at::kCPU;
-    if (offload_ && !device.is_cpu() && !device.is_meta()) {
+    if (!device.is_cpu() && !device.is_meta()) {
       elsewhere.push_back(c10::str(param->name(), " (", device, ")"));
     }
   }

@@ -3,9 +3,11 @@
 #include <ATen/core/Tensor.h>
 
 #include <fsdp/debug.h>
+#include <fsdp/memory.h>
 #include <fsdp/policy.h>
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -33,6 +35,21 @@ struct ParamSpec {
 struct GroupPolicy {
   MixedPrecisionPolicy precision;
   AnyOffloadPolicy offload;
+};
+
+/// Is told of a tensor, and in which member of MemoryStats it counts.
+using MemoryVisitor = std::function<void(int64_t MemoryStats::*, const at::Tensor&)>;
+
+/// While it lives, memory_stats looks at the group, on the rank that made it.
+class LiveGroup {
+ public:
+  explicit LiveGroup(const FSDPParamGroup& group);
+  ~LiveGroup();
+  LiveGroup(const LiveGroup&) = delete;
+  LiveGroup& operator=(const LiveGroup&) = delete;
+
+ private:
+  const FSDPParamGroup& group_;
 };
 
 /// Throws what making a group of it would throw, before anything is changed.
@@ -87,6 +104,9 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   }
   /// Moves when a shard is written to: by an optimizer, for example.
   uint64_t shard_version() const;
+  /// Everything that may have memory. Some are undefined, and some share a
+  /// storage, which counts in the first one's category.
+  void visit_memory(const MemoryVisitor& visit) const;
 
   /// Whether somebody put something else in the place of a shard (Module::to),
   /// or changed how it is sent.
@@ -128,6 +148,9 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   /// Forgets a gather that nobody waited for.
   void drop_pending();
   void drop_unused_prefetch();
+  /// Offloaded shards have been read, and gradients written: they are the
+  /// host's again.
+  void wait_for_host_copies();
   /// Sharded, with nothing pending. Gradients that were not reduced yet stay,
   /// unless dropped.
   void reset();
@@ -178,10 +201,11 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
 
   void build();
   void discard_pending();
+  void forget_pending();
   void attach_params();
   void check_host_memory() const;
   at::Tensor gather_input();
-  int64_t make_payloads();
+  int64_t make_payloads(const at::Tensor& shard);
   void copy_out_all();
   void copy_out_payloads(std::vector<at::Tensor> outputs);
   void to_sharded();
@@ -232,7 +256,10 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   bool prefetched_ = false; // by a forward, not by the user
   std::vector<Payload> payloads_;
   std::deque<Reduction> reductions_;
-  StreamEvent grads_on_host_; // copies of gradients that were started
+  // Of offloaded groups: copies between host and device that were started.
+  StreamEvent copied_in_;
+  StreamEvent grads_on_host_;
+  const LiveGroup live_{*this}; // last, so that it ends first
 };
 
 } // namespace fsdp::detail

@@ -11,6 +11,21 @@
 
 namespace fsdp::detail {
 
+namespace {
+
+/// Calls an extension; what it throws names the parameter.
+template <class F>
+auto in_extension(const char* function, const FSDPParam& param, F call) {
+  try {
+    return call();
+  } catch (c10::Error& error) {
+    error.add_context(c10::str("in ", function, " of '", param.name(), "'"));
+    throw;
+  }
+}
+
+} // namespace
+
 void FSDPParamGroup::unshard(bool async_op) {
   if ((pending_ || (is_unsharded() && !maybe_outdated_)) && !was_changed()) {
     return;
@@ -38,13 +53,11 @@ void FSDPParamGroup::unshard(bool async_op) {
   {
     const c10::OptionalStreamGuard on(streams.copy_in);
     input = gather_input();
+    copied_in_ = StreamEvent::of(offload_ ? streams.copy_in : std::nullopt);
   }
   if (alone()) {
     pending_ = Gathered{
-        .input = input,
-        .buffer = input,
-        .work = {},
-        .issued = StreamEvent::of(streams.copy_in)};
+        .input = input, .buffer = input, .work = {}, .issued = StreamEvent::of(streams.copy_in)};
   } else {
     pending_ = start_gather(*all_gather_, std::move(input), group_, streams);
   }
@@ -58,15 +71,17 @@ at::Tensor FSDPParamGroup::gather_input() {
     return shard_; // alone it is cast when it is copied out
   }
   at::NoGradGuard no_grad;
-  const auto payload_numel = make_payloads();
+  // One transfer, cast where that is quick.
+  const auto shard =
+      on_device || layout_.sends_shards() ? shard_ : shard_.to(device(), /*non_blocking=*/true);
+  const auto payload_numel = make_payloads(shard);
   auto input = all_gather_->allocate(
       {layout_.gathered_numel + payload_numel},
       at::TensorOptions().device(device()).dtype(layout_.gather_dtype));
   for (const auto& run : layout_.runs) {
-    auto to =
-        typed_view(input, run.gathered.offset, run.gathered.numel, run.gather_dtype);
+    auto to = typed_view(input, run.gathered.offset, run.gathered.numel, run.gather_dtype);
     to.copy_(
-        typed_view(shard_, run.shard.offset, run.shard.numel, run.dtype), /*non_blocking=*/true);
+        typed_view(shard, run.shard.offset, run.shard.numel, run.dtype), /*non_blocking=*/true);
   }
   auto offset = layout_.gathered_numel;
   for (const auto& sent : payloads_) {
@@ -80,21 +95,25 @@ at::Tensor FSDPParamGroup::gather_input() {
 }
 
 /// Lets the extensions make what they send; returns its bytes.
-int64_t FSDPParamGroup::make_payloads() {
+int64_t FSDPParamGroup::make_payloads(const at::Tensor& shard) {
   payloads_.clear();
   int64_t bytes = 0;
   for (size_t k = layout_.num_plain; k < params_.size(); ++k) {
     auto& param = *params_[layout_.order[k]];
-    const auto& shard = layout_.parts[layout_.order[k]].shard;
-    auto payload = param.extension->pre_all_gather(
-        typed_view(shard_, shard.offset, shard.numel, param.dtype())
-            .view(param.geometry().padded_sizes)
-            .to(device(), /*non_blocking=*/true),
-        param.gather_info());
+    const auto& part = layout_.parts[layout_.order[k]].shard;
+    auto payload = in_extension("pre_all_gather", param, [&] {
+      return param.extension->pre_all_gather(
+          typed_view(shard, part.offset, part.numel, param.dtype())
+              .view(param.geometry().padded_sizes),
+          param.gather_info());
+    });
     TORCH_CHECK_VALUE(
         !payload.tensors.empty(), "[fully_shard] the all-gather extension of '", param.name(),
         "' sends no tensor");
     for (auto& tensor : payload.tensors) {
+      TORCH_CHECK_VALUE(
+          tensor.defined(), "[fully_shard] the all-gather extension of '", param.name(),
+          "' sends an undefined tensor");
       tensor = tensor.dim() == 0 ? tensor.view({1}) : tensor.contiguous();
       bytes += static_cast<int64_t>(tensor.nbytes());
     }
@@ -119,10 +138,16 @@ void FSDPParamGroup::wait_for_unshard() {
   }
   const Range range("all_gather_copy_out", label_);
   const auto current = optional_current_stream(device());
-  pending_->wait(current);
-  if (unsharded_) {
-    unsharded_->allocate();
-    copy_out_all();
+  try {
+    pending_->wait(current);
+    if (unsharded_) {
+      unsharded_->allocate();
+      copy_out_all();
+    }
+  } catch (...) { // of the collective or an extension: the next unshard begins anew
+    forget_pending();
+    to_sharded();
+    throw;
   }
   post_forward_shard_ = at::Tensor();
   sharded_state_ = ShardedState::Unsharded;
@@ -134,8 +159,7 @@ void FSDPParamGroup::wait_for_unshard() {
   } else {
     comm->gather_after(copied_out);
   }
-  pending_.reset();
-  prefetched_ = false;
+  forget_pending();
 }
 
 void FSDPParamGroup::copy_out_all() {
@@ -198,9 +222,15 @@ void FSDPParamGroup::copy_out_payloads(std::vector<at::Tensor> outputs) {
       received.push_back((next++)->view(-1).view(tensor.scalar_type()).view(sizes));
     }
     auto whole = param->unsharded().detach();
-    extension->post_all_gather(received, payload.metadata, param->gather_info(), whole);
+    const auto given = whole;
+    in_extension("post_all_gather", *param, [&] {
+      extension->post_all_gather(received, payload.metadata, param->gather_info(), whole);
+      TORCH_CHECK_VALUE(
+          whole.is_same(given) && given.sizes() == param->geometry().sizes,
+          "[fully_shard] it has replaced or resized `out`, of sizes ",
+          c10::IntArrayRef(param->geometry().sizes), "; fill it in place");
+    });
   }
-  payloads_.clear();
 }
 
 void FSDPParamGroup::reshard() {
@@ -209,6 +239,9 @@ void FSDPParamGroup::reshard() {
     return;
   }
   record_event(EventLog::Kind::Reshard, name_, training_state);
+  if (training_state == TrainingState::Idle) {
+    wait_for_host_copies(); // the user may write to the shards now
+  }
   if (forward && post_forward_ranks_ < group_.size()) {
     to_sharded_post_forward();
   } else {

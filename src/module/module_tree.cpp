@@ -31,6 +31,19 @@ void walk_from(
   }
 }
 
+template <class Of>
+std::vector<std::pair<std::string, at::Tensor>> named_tensors(torch::nn::Module& root, Of of) {
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  walk(root, [&](const std::string& name, torch::nn::Module& module) {
+    for (const auto& item : of(module)) {
+      if (item.value().defined()) {
+        tensors.emplace_back(joined(name, item.key()), item.value());
+      }
+    }
+  });
+  return tensors;
+}
+
 /// States of modules that are not hooked. They end some time after the module.
 struct Beside {
   std::weak_ptr<torch::nn::Module> module;
@@ -78,15 +91,13 @@ void walk(
 }
 
 std::vector<std::pair<std::string, at::Tensor>> named_parameters(torch::nn::Module& root) {
-  std::vector<std::pair<std::string, at::Tensor>> params;
-  walk(root, [&](const std::string& name, torch::nn::Module& module) {
-    for (const auto& item : module.named_parameters(/*recurse=*/false)) {
-      if (item.value().defined()) {
-        params.emplace_back(joined(name, item.key()), item.value());
-      }
-    }
-  });
-  return params;
+  return named_tensors(
+      root, [](const auto& module) { return module.named_parameters(/*recurse=*/false); });
+}
+
+std::vector<std::pair<std::string, at::Tensor>> named_buffers(torch::nn::Module& root) {
+  return named_tensors(
+      root, [](const auto& module) { return module.named_buffers(/*recurse=*/false); });
 }
 
 std::shared_ptr<FSDPState> state_of(const torch::nn::Module& module) {
@@ -116,15 +127,16 @@ void set_state(torch::nn::Module& module, std::shared_ptr<FSDPState> state) {
   beside[&module] = {module.shared_from_this(), std::move(state)};
 }
 
-Subtree look_below(torch::nn::Module& root, bool with_params) {
+Subtree look_below(torch::nn::Module& root, bool with_tensors) {
   Subtree below;
   walk(root, [&](const std::string& name, torch::nn::Module& module) {
     if (auto state = state_of(module)) {
       below.nodes.push_back({name, &module, std::move(state)});
     }
   });
-  if (with_params) {
+  if (with_tensors) {
     below.params = named_parameters(root);
+    below.buffers = named_buffers(root);
   }
   return below;
 }
@@ -141,7 +153,7 @@ LookBelow looking_below(const std::vector<ModuleRef>& roots) {
     const bool is_owned = !owned.expired();
     kept.push_back({&*root, std::move(owned), is_owned});
   }
-  return [kept = std::move(kept)](bool with_params) {
+  return [kept = std::move(kept)](bool with_tensors) {
     Subtree below;
     bool any = false;
     for (const auto& root : kept) {
@@ -149,9 +161,10 @@ LookBelow looking_below(const std::vector<ModuleRef>& roots) {
         continue;
       }
       any = true;
-      auto part = look_below(*root.module, with_params);
+      auto part = look_below(*root.module, with_tensors);
       below.nodes.insert(below.nodes.end(), part.nodes.begin(), part.nodes.end());
       below.params.insert(below.params.end(), part.params.begin(), part.params.end());
+      below.buffers.insert(below.buffers.end(), part.buffers.begin(), part.buffers.end());
     }
     TORCH_CHECK(any, "[FSDPModule] the module of this handle is gone");
     return below;

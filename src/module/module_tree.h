@@ -18,8 +18,10 @@ void walk(
     torch::nn::Module& root,
     const std::function<void(const std::string&, torch::nn::Module&)>& visit);
 
-/// The parameters at and below `root`, by name; a shared one once per site.
+/// The parameters, or buffers, at and below `root`, by name; a shared one once
+/// per site.
 std::vector<std::pair<std::string, at::Tensor>> named_parameters(torch::nn::Module& root);
+std::vector<std::pair<std::string, at::Tensor>> named_buffers(torch::nn::Module& root);
 
 /// The state that fully_shard gave this very module, or null.
 std::shared_ptr<FSDPState> state_of(const torch::nn::Module& module);
@@ -27,7 +29,7 @@ std::shared_ptr<FSDPState> state_of(const torch::nn::Module& module);
 void set_state(torch::nn::Module& module, std::shared_ptr<FSDPState> state);
 
 /// The sharded modules at and below `root`.
-Subtree look_below(torch::nn::Module& root, bool with_params = false);
+Subtree look_below(torch::nn::Module& root, bool with_tensors = false);
 /// The same for several modules, later: those that are gone by then are left out.
 LookBelow looking_below(const std::vector<ModuleRef>& roots);
 

@@ -1,6 +1,7 @@
 #include "param/freeable_buffer.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/version.h>
 
@@ -34,7 +35,9 @@ void FreeableBuffer::allocate() {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   storage->clear_data_ptr_access_error_msg_();
 #endif
-  storage->set_data_ptr_noswap(storage->allocator()->allocate(nbytes_));
+  // On the CPU one that counts may have come since the storage was made.
+  auto* allocator = tensor_.is_cpu() ? c10::GetCPUAllocator() : storage->allocator();
+  storage->set_data_ptr_noswap(allocator->allocate(nbytes_));
   storage->set_nbytes(nbytes_);
   allocated_ = true;
 }

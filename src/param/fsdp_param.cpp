@@ -87,6 +87,11 @@ FSDPParam::FSDPParam(at::Tensor param, std::string name, DeviceMesh mesh, ShardG
 }
 
 FSDPParam::~FSDPParam() {
+  if (face_ == Face::Unsharded) {
+    // Our accumulator holds the tensor, and the tensor would keep its memory by
+    // a weak reference: a cycle.
+    autograd::impl::set_grad_accumulator(param_, sharded_accumulator_);
+  }
   std::lock_guard lock(table_mutex);
   table.erase(param_.unsafeGetTensorImpl());
 }

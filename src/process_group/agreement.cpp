@@ -72,8 +72,9 @@ void check_agreement(GroupState& group, const CollectiveCall& call) {
   if (group.num_calls++ >= num_checked_calls()) {
     return;
   }
-  const auto mine = at::tensor(fingerprint(call), at::kLong);
-  auto all = at::empty({backend.getSize(), mine.numel()}, at::kLong);
+  const auto options = at::device(at::kCPU).dtype(at::kLong); // under MetaInit too
+  const auto mine = at::tensor(fingerprint(call), options);
+  auto all = at::empty({backend.getSize(), mine.numel()}, options);
   issue(backend, {.kind = CollectiveKind::AllGather, .output = all, .input = mine})->wait();
   if (all.equal(mine.expand_as(all))) {
     return;

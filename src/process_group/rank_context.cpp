@@ -4,6 +4,8 @@
 #include <numeric>
 #include <utility>
 
+#include "runtime/counting_allocator.h"
+
 namespace fsdp::detail {
 
 namespace {
@@ -39,6 +41,7 @@ void set_process_context(std::shared_ptr<RankContext> context) {
 }
 
 void set_thread_context(std::shared_ptr<RankContext> context) {
+  count_memory_for(context ? context->world.rank() : -1);
   of_thread = std::move(context);
 }
 

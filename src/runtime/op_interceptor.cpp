@@ -25,12 +25,19 @@ OpInterceptor::~OpInterceptor() {
 
 namespace {
 
-void intercept(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const c10::impl::ExcludeDispatchKeyGuard exclude(fsdp::detail::kKey);
-  if (fsdp::detail::innermost) {
-    fsdp::detail::innermost->before(op, *stack);
+void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  using namespace fsdp::detail;
+  {
+    const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
+    if (innermost) {
+      innermost->before(op, *stack);
+    }
+    if (!innermost || !innermost->enters_operators()) {
+      op.callBoxed(stack);
+      return;
+    }
   }
-  op.callBoxed(stack);
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
 }
 
 } // namespace

@@ -52,7 +52,7 @@ FSDPState::FSDPState(
 }
 
 std::vector<std::shared_ptr<FSDPState>> FSDPState::states_below() const {
-  return states_in(look_below_(/*with_params=*/false));
+  return states_in(look_below_(/*with_tensors=*/false));
 }
 
 std::vector<std::shared_ptr<FSDPState>> FSDPState::states_in(const Subtree& below) {
@@ -222,6 +222,9 @@ std::function<void()> FSDPState::end_root_forward(std::function<void()> hook) {
     const auto state = inside_backward() ? nullptr : weak.lock();
     for (size_t i = 0; state && i < state->groups_.size(); ++i) {
       state->groups_[i]->drop_unused_prefetch(); // it would be outdated after a step
+      if (!at::GradMode::is_enabled()) {
+        state->groups_[i]->wait_for_host_copies(); // no backward will
+      }
     }
   }
   return hook;

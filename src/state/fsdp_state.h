@@ -31,10 +31,12 @@ struct Subtree {
     const void* module;
     std::shared_ptr<FSDPState> state;
   };
-  std::vector<Node> nodes;                                // the sharded modules, in order
-  std::vector<std::pair<std::string, at::Tensor>> params; // where asked for
+  std::vector<Node> nodes; // the sharded modules, in order
+  // Where asked for; a shared one once per site.
+  std::vector<std::pair<std::string, at::Tensor>> params;
+  std::vector<std::pair<std::string, at::Tensor>> buffers;
 };
-using LookBelow = std::function<Subtree(bool with_params)>;
+using LookBelow = std::function<Subtree(bool with_tensors)>;
 
 /// One call of fully_shard: when its groups are gathered, freed and reduced.
 /// Knows nothing of torch::nn: it is told when the forward of its modules
@@ -109,6 +111,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   static std::vector<std::shared_ptr<FSDPState>> states_in(const Subtree& below);
   static void set_names(const Subtree& below);
   static void check_shared_params(const Subtree& below);
+  static void check_filled(const Subtree& below);
   static void warn_of_unmanaged_params(const Subtree& below);
   static void log_groups(const std::vector<std::shared_ptr<FSDPState>>& states);
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "param/unfilled.h"
 #include "runtime/log.h"
 #include "state/fsdp_state.h"
 
@@ -19,7 +20,7 @@ void FSDPState::lazy_init() {
       modules_.size() == 1, "[fully_shard] requires a single root module, but '", name_,
       "' is one group of ", modules_.size(),
       " modules; call fully_shard on the module that contains them too, and run that one");
-  const auto below = look_below_(/*with_params=*/true);
+  const auto below = look_below_(/*with_tensors=*/true);
   for (const auto& node : below.nodes) {
     TORCH_CHECK(
         node.state.get() == this || !node.state->initialized_,
@@ -30,6 +31,7 @@ void FSDPState::lazy_init() {
   const auto states = states_in(below);
   set_names(below);
   check_shared_params(below);
+  check_filled(below);
   for (const auto& state : states) {
     for (const auto& group : state->groups_) {
       group->lazy_init();
@@ -111,6 +113,23 @@ void FSDPState::check_shared_params(const Subtree& below) {
         "', which is already managed by another FSDP group. For shared parameters, put both "
         "modules in one group: fully_shard({module_a, module_b})");
   }
+}
+
+// See Note [Unfilled tensors].
+void FSDPState::check_filled(const Subtree& below) {
+  std::unordered_set<const at::TensorImpl*> seen;
+  std::vector<std::string> unfilled;
+  for (const auto* tensors : {&below.params, &below.buffers}) {
+    for (const auto& [name, tensor] : *tensors) {
+      if (is_unfilled(tensor) && seen.insert(tensor.unsafeGetTensorImpl()).second) {
+        unfilled.push_back(name);
+      }
+    }
+  }
+  TORCH_CHECK(
+      unfilled.empty(),
+      "[fully_shard] nobody has written to these since to_empty: ", join(unfilled),
+      "; fill parameters by init_parameters and buffers by copy_, or load a checkpoint");
 }
 
 void FSDPState::warn_of_unmanaged_params(const Subtree& below) {

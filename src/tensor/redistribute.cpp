@@ -296,7 +296,8 @@ void check_same_on_all(const at::Tensor& tensor, const DeviceMesh& mesh) {
   std::copy(tensor.sizes().begin(), tensor.sizes().end(), print.begin());
   print[kMaxDims] = static_cast<int64_t>(tensor.scalar_type());
   print[kMaxDims + 1] = tensor.dim();
-  const auto mine = at::tensor(print, at::kLong).to(tensor.device());
+  const auto mine = // the CPU is named because of MetaInit
+      at::tensor(print, at::device(at::kCPU).dtype(at::kLong)).to(tensor.device());
   std::string difference;
   for (int64_t axis = 0; axis < mesh.ndim(); ++axis) { // all, so that no peer is left waiting
     const auto group = mesh.get_group(axis);

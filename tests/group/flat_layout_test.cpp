@@ -12,7 +12,8 @@ using c10::kFloat;
 using c10::kLong;
 
 TEST(FlatLayout, OfOneDtypeIsTheShardsAsTheyLie) {
-  const auto layout = flat_layout({{kFloat, kFloat, 5}, {kFloat, kFloat, 0}, {kFloat, kFloat, 3}}, 4);
+  const auto layout =
+      flat_layout({{kFloat, kFloat, 5}, {kFloat, kFloat, 0}, {kFloat, kFloat, 3}}, 4);
   EXPECT_TRUE(layout.sends_shards());
   EXPECT_EQ(layout.shard_dtype, kFloat);
   EXPECT_EQ(layout.gather_dtype, kFloat);
@@ -37,7 +38,10 @@ TEST(FlatLayout, OfOneCastIsOneRun) {
 
 TEST(FlatLayout, OfSeveralDtypesIsAlignedAndBytes) {
   const std::vector<LayoutItem> items{
-      {kByte, kByte, 3}, {kFloat, kBFloat16, 5}, {kLong, kLong, 1}, {kDouble, kBFloat16, 2},
+      {kByte, kByte, 3},
+      {kFloat, kBFloat16, 5},
+      {kLong, kLong, 1},
+      {kDouble, kBFloat16, 2},
       {kBFloat16, kBFloat16, 7}};
   const auto layout = flat_layout(items, 2);
   EXPECT_EQ(layout.shard_dtype, kByte);

@@ -21,5 +21,6 @@ if(found EQUAL -1)
   message(FATAL_ERROR "the consumer printed:\n${output}")
 endif()
 run(${WORK}/build/first_shard) # compares with the unsharded model itself
+run(${WORK}/build/int8_gather) # compares with exact weights itself
 # The tool is installed beside the library and finds it.
 run(${WORK}/prefix/bin/fsdp run -n 2 -- ${WORK}/build/consumer)

@@ -3,12 +3,13 @@
     fsdp2_golden.py FOLDER
 
 FOLDER/MODEL.pt: initial parameters, and the inputs by step and rank.
-FOLDER/MODEL.WORLD.RESHARD.RANK.pt: per step the loss, the local gradients, the
-number of collectives and the order of events. Exits with 77 where this torch
-has no fully_shard.
+FOLDER/MODEL.WORLD.RECIPE.RANK.pt: the recipe, and per step the loss, the local
+gradients, the collectives and the order of events. Exits with 77 where this
+torch has no fully_shard.
 """
 
 import contextlib
+import dataclasses
 import os
 import sys
 import tempfile
@@ -20,20 +21,19 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 try:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 except ImportError as error:
     print(error)
     sys.exit(77)
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 STEPS = 10
-WORLDS = (1, 2, 3, 4)
-RESHARD = {"true": True, "false": False, "2": 2, "none": None}
 MLP_DIM = 5  # divides by none of the worlds; over 4 the last rank gets nothing
 
 
@@ -105,7 +105,7 @@ class Transformer(nn.Module):
         h = self.tok_embeddings(tokens) + self.pos_embeddings(torch.arange(tokens.size(1)))
         for layer in self.layers:
             h = layer(h)
-        return self.output(self.norm(h))
+        return self.output(self.norm(h)).float()
 
 
 class TransformerCase:
@@ -146,6 +146,67 @@ class MLPsCase:
 CASES = {"transformer": TransformerCase, "mlps": MLPsCase}
 
 
+# ------------------------------------------------------------ Recipes
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a model is trained; C++ reads it from the file. Parameters are named
+    by the beginning of their name."""
+
+    models: tuple = ("transformer", "mlps")
+    worlds: tuple = (2, 4)
+    # Both sides do the same in the same order, to the bit: the fused optimizer,
+    # and sums in the order of ranks. Else torch's default optimizer, and gloo.
+    exact: bool = True
+    reshard: bool | int | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None  # of the root
+    float_norms: bool = False  # groups of their own, which compute in float
+    microbatches: int = 1  # of which the last reduces
+    ignored: tuple = ()  # gradients averaged by hand
+    frozen: tuple = ()
+    thawed: tuple = ()  # of these, in thaw_step
+    scale: float | None = None  # of a GradScaler, which meets an inf on rank 1 in inf_step
+    thaw_step: int = 2
+    inf_step: int = 4
+
+    def policy(self, **changes):
+        names = {"param_dtype": self.param_dtype, "reduce_dtype": self.reduce_dtype} | changes
+        return MixedPrecisionPolicy(
+            **{key: getattr(torch, name) for key, name in names.items() if name is not None}
+        )
+
+    def settings(self):
+        values = dataclasses.asdict(self).items()
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values}
+
+
+BF16 = Recipe(param_dtype="bfloat16", reduce_dtype="float32")
+RECIPES = {
+    "true": Recipe(exact=False, worlds=(1, 2, 3, 4), reshard=True),
+    "false": Recipe(exact=False, worlds=(1, 2, 3, 4), reshard=False),
+    "2": Recipe(exact=False, reshard=2),
+    "none": Recipe(exact=False, worlds=(1, 2, 3, 4)),
+    "bf16": dataclasses.replace(BF16, worlds=(1, 2, 4), reshard=True),
+    "bf16_kept": dataclasses.replace(BF16, reshard=False),
+    "bf16_accumulated": dataclasses.replace(BF16, reshard=True, microbatches=3),
+    "bf16_reduced": Recipe(param_dtype="bfloat16", microbatches=2),
+    "float_reduced_in_bf16": Recipe(reduce_dtype="bfloat16", reshard=False, microbatches=2),
+    "float_norms": dataclasses.replace(BF16, output_dtype="float32", float_norms=True),
+    "fp16_scaled": Recipe(models=("mlps",), param_dtype="float16", scale=1024.0),
+    "ignored": Recipe(models=("mlps",), ignored=("0.out_proj.bias", "1.in_proj", "2.")),
+    "frozen": Recipe(models=("mlps",), frozen=("0.in_proj.weight", "1."), thawed=("1.",)),
+    "bf16_frozen": dataclasses.replace(
+        BF16,
+        models=("transformer",),
+        frozen=("pos_embeddings", "layers.0.attention.", "layers.1."),
+        thawed=("layers.0.",),
+    ),
+}
+
+
 # ------------------------------------------------------------ What is recorded
 
 
@@ -181,65 +242,159 @@ def recorded_events(events):
             setattr(FSDPParamGroup, name, original)
 
 
-class CollectiveCounts(TorchDispatchMode):
-    """CommDebugMode without all else it does, which takes most of the time."""
+class Collectives(TorchDispatchMode):
+    """CommDebugMode without all else it does, which takes most of the time: how
+    many there were of each, and the bytes of their larger buffers."""
 
     NAMES = {
-        "_allgather_base_": "all_gather",
-        "_reduce_scatter_base_": "reduce_scatter",
-        "allreduce_": "all_reduce",
+        "_allgather_base_": ("all_gather", 0),
+        "_reduce_scatter_base_": ("reduce_scatter", 1),
+        "allreduce_": ("all_reduce", 0),
     }
 
     def __init__(self):
         super().__init__()
-        self.counts = {}
+        self.counts, self.bytes = {}, {}
+
+    def add(self, name, tensor):
+        self.counts[name] = self.counts.get(name, 0) + 1
+        self.bytes[name] = self.bytes.get(name, 0) + tensor.nbytes
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # it will call us with its local tensors
         if func.namespace == "c10d":
-            name = self.NAMES[func.overloadpacket.__name__]  # one we do not know is an error
-            self.counts[name] = self.counts.get(name, 0) + 1
+            # One we do not know is an error.
+            name, larger = self.NAMES[func.overloadpacket.__name__]
+            self.add(name, args[larger])
         return func(*args, **(kwargs or {}))
 
 
-def train(case, start, reshard, rank, mesh):
+def sum_over_ranks(tensor):
+    """In float and the order of ranks."""
+    everyones = torch.empty(dist.get_world_size(), *tensor.shape, dtype=tensor.dtype)
+    with _disable_current_modes():
+        dist.all_gather_into_tensor(everyones.view(-1), tensor.reshape(-1))
+    total = everyones[0].float()
+    for each in everyones[1:]:
+        total += each
+    return total
+
+
+class RankOrderReduceScatter(ReduceScatter):
+    """Rounds once, where gloo rounds every partial sum, in an order that differs
+    from element to element. Of two ranks both make the same."""
+
+    def __init__(self, recorded):
+        self.recorded = recorded
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.recorded().add("reduce_scatter", input_tensor)
+        mine = sum_over_ranks(input_tensor).view(group.size(), -1)[group.rank()]
+        output_tensor.copy_(mine / group.size() if op == dist.ReduceOp.AVG else mine)
+
+
+# ------------------------------------------------------------ Training
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard(case, model, recipe, mesh):
+    """Returns the ignored parameters."""
+    params = dict(model.named_parameters())
+    ignored = [param for name, param in params.items() if name.startswith(recipe.ignored)]
+    kwargs = {"mesh": mesh, "ignored_params": set(ignored)}
+    if recipe.reshard is not None:
+        kwargs["reshard_after_forward"] = recipe.reshard
+    if recipe.float_norms:
+        policy = recipe.policy(param_dtype="float32", output_dtype=recipe.param_dtype)
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                fully_shard(module, mp_policy=policy, **kwargs)
+    *blocks, root = case.groups(model)
+    for block in blocks:
+        fully_shard(block, mp_policy=recipe.policy(), **kwargs)
+    fully_shard(root, mp_policy=recipe.policy(output_dtype=recipe.output_dtype), **kwargs)
+    return ignored
+
+
+def train(case, start, recipe, rank, mesh):
     model = case.model()
     model.load_state_dict(start["params"], strict=False)  # tied weights come once
-    for module in case.groups(model):
-        kwargs = {} if reshard is None else {"reshard_after_forward": reshard}
-        fully_shard(module, mesh=mesh, **kwargs)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(recipe.frozen))
+    ignored = shard(case, model, recipe, mesh)
     params = dict(model.named_parameters())
-    losses, grads = [], {name: [] for name in params}
-    events = {"forward": [], "backward": []}
-    counts = {"forward": [], "backward": []}
+    sharded = [param for param in params.values() if isinstance(param, DTensor)]
+    optimizer = torch.optim.AdamW(
+        # One kernel call takes either DTensors or tensors.
+        [{"params": group} for group in (sharded, ignored) if group],
+        lr=1e-2,
+        fused=recipe.exact,
+    )
+    scaler = torch.amp.GradScaler(
+        "cpu", enabled=recipe.scale is not None, init_scale=recipe.scale or 1.0, growth_interval=3
+    )
+    losses, scales, grads = [], [], {name: [] for name in params}
+    phases = ("forward", "backward")
+    recorded = {what: {phase: [] for phase in phases} for what in ("events", "counts", "bytes")}
+    current = None
 
     @contextlib.contextmanager
     def phase(name):
-        events[name].append([])
-        with recorded_events(events[name][-1]), CollectiveCounts() as collectives:
+        nonlocal current
+        events = []
+        with recorded_events(events), Collectives() as current:
             yield
-        counts[name].append(collectives.counts)
+        recorded["events"][name].append(events)
+        recorded["counts"][name].append(current.counts)
+        recorded["bytes"][name].append(current.bytes)
+
+    if recipe.exact and dist.get_world_size() > 2:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(RankOrderReduceScatter(lambda: current))
 
     for step in range(STEPS):
-        with phase("forward"):
-            loss = case.loss(model, start["inputs"][step][rank])
-        with phase("backward"):
-            loss.backward()
-        losses.append(loss.detach())
+        if step == recipe.thaw_step:
+            for name, param in params.items():
+                if name.startswith(recipe.thawed):
+                    param.requires_grad_()
+        for microbatch in range(recipe.microbatches):
+            is_last = microbatch == recipe.microbatches - 1
+            model.set_requires_gradient_sync(is_last)
+            model.set_reshard_after_backward(is_last or recipe.reshard is not False)
+            with phase("forward"):
+                loss = case.loss(model, start["inputs"][(step + microbatch) % STEPS][rank])
+            losses.append(loss.detach())
+            loss = scaler.scale(loss)
+            with phase("backward"):
+                loss.backward()
+        for param in ignored:
+            param.grad = sum_over_ranks(param.grad) / dist.get_world_size()
+        if recipe.scale and rank == 1 and step == recipe.inf_step:
+            next(iter(params.values())).grad.to_local()[0, 0] = torch.inf
+        scaler.unscale_(optimizer)
         for name, param in params.items():
-            grads[name].append(param.grad.to_local().clone())
+            grads[name].append(None if param.grad is None else local(param.grad).clone())
             # Else there would be nothing to compare.
             assert dist.get_world_size() > 1 or grads[name][-1].any(), f"no gradient in {name}"
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        model.zero_grad(set_to_none=step % 2 == 0)
     return {
+        "recipe": recipe.settings(),
         "losses": torch.stack(losses),
-        "grads": {name: torch.stack(list_of) for name, list_of in grads.items()},
-        "params": {name: param.detach().to_local().clone() for name, param in params.items()},
-        "events": events,
-        "counts": counts,
+        "grads": grads,
+        "params": {name: local(param.detach()).clone() for name, param in params.items()},
+        "scales": scales,
+        **recorded,
     }
 
 
@@ -251,26 +406,26 @@ def run_rank(rank, world, starts, folder, store):
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
-    for name, case in CASES.items():
-        for label, reshard in RESHARD.items():
-            if label != "2" or (world >= 2 and world % 2 == 0):
-                result = train(case, starts[name], reshard, rank, mesh)
-                torch.save(result, f"{folder}/{name}.{world}.{label}.{rank}.pt")
+    for label, recipe in RECIPES.items():
+        for name in recipe.models if world in recipe.worlds else ():
+            result = train(CASES[name], starts[name], recipe, rank, mesh)
+            torch.save(result, f"{folder}/{name}.{world}.{label}.{rank}.pt")
     dist.destroy_process_group()
 
 
 def main(folder):
     torch.set_num_threads(1)
     os.makedirs(folder, exist_ok=True)
+    worlds = sorted({world for recipe in RECIPES.values() for world in recipe.worlds})
     starts = {}
     for name, case in CASES.items():
         torch.manual_seed(case.seed)
         params = {key: param.detach() for key, param in case.model().named_parameters()}
-        inputs = [[case.input() for _ in range(max(WORLDS))] for _ in range(STEPS)]
+        inputs = [[case.input() for _ in range(max(worlds))] for _ in range(STEPS)]
         starts[name] = {"params": params, "inputs": inputs}
         torch.save(starts[name], f"{folder}/{name}.pt")
     with tempfile.TemporaryDirectory() as stores:
-        for world in WORLDS:
+        for world in worlds:
             # Forked: importing torch takes longer than the training.
             arguments = (world, starts, folder, f"{stores}/{world}")
             mp.start_processes(run_rank, arguments, nprocs=world, start_method="fork")

@@ -12,7 +12,15 @@
 
 namespace fsdp::test {
 
-FSDP_MODULE_IMPL(Linear, torch::nn::LinearImpl);
+/// Computes as Python's: LibTorch's adds the bias by another operation where
+/// inputs have more than two dims, and so rounds bf16 once more.
+struct LinearImpl : torch::nn::LinearImpl {
+  using torch::nn::LinearImpl::LinearImpl;
+  torch::Tensor forward(const torch::Tensor& input) {
+    return torch::linear(input, weight, bias);
+  }
+};
+FSDP_MODULE(Linear);
 FSDP_MODULE_IMPL(Embedding, torch::nn::EmbeddingImpl);
 FSDP_MODULE_IMPL(LayerNorm, torch::nn::LayerNormImpl);
 FSDP_MODULE_IMPL(Sequential, torch::nn::SequentialImpl);

@@ -1,0 +1,124 @@
+#include <fsdp/memory.h>
+
+#include <c10/core/CachingDeviceAllocator.h>
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "group/param_group.h"
+#include "runtime/counting_allocator.h"
+#include "runtime/stream.h"
+
+namespace fsdp {
+
+namespace detail {
+
+namespace {
+
+// Ranks may be threads. Each looks at its own groups alone: the others' change
+// meanwhile.
+std::mutex live_mutex;
+std::unordered_map<const FSDPParamGroup*, const MemoryCounter*> live_groups; // and whose
+
+/// As tensors spell it: with an index, but not on the CPU.
+c10::Device spelled_out(c10::Device device) {
+  return device.is_cpu() || !device.has_index() ? current_device(device.type()) : device;
+}
+
+/// Sums what groups hold on one device. Several tensors may lie in one storage,
+/// the reduced gradients of a group for example: it counts once.
+void add_groups(MemoryStats& stats, c10::Device device) {
+  std::unordered_set<const c10::StorageImpl*> seen;
+  const auto add = [&](int64_t MemoryStats::* kind, const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.has_storage() && tensor.device() == device &&
+        seen.insert(tensor.storage().unsafeGetStorageImpl()).second) {
+      stats.*kind += static_cast<int64_t>(tensor.storage().nbytes());
+    }
+  };
+  std::lock_guard lock(live_mutex); // a group of ours may be destroyed by another thread
+  for (const auto& [group, owner] : live_groups) {
+    if (owner == &memory_counter()) {
+      group->visit_memory(add);
+    }
+  }
+}
+
+} // namespace
+
+LiveGroup::LiveGroup(const FSDPParamGroup& group) : group_(group) {
+  std::lock_guard lock(live_mutex);
+  live_groups.emplace(&group_, &memory_counter());
+}
+
+LiveGroup::~LiveGroup() {
+  std::lock_guard lock(live_mutex);
+  live_groups.erase(&group_);
+}
+
+void FSDPParamGroup::visit_memory(const MemoryVisitor& visit) const {
+  visit(&MemoryStats::shards, shard_);
+  if (unsharded_ && unsharded_->allocated()) {
+    visit(&MemoryStats::gathered, unsharded_->tensor());
+  }
+  visit(&MemoryStats::gathered, post_forward_shard_);
+  for (const auto& param : params_) {
+    visit(&MemoryStats::shards, param->tensor()); // put there by somebody, and not adopted yet
+    visit(&MemoryStats::gradients, param->unsharded_grad());
+    visit(&MemoryStats::gradients, param->tensor().grad());
+  }
+  // Behind the shards: these may be the input of the gather.
+  const auto visit_gather = [&](const Gathered& gathered) {
+    visit(&MemoryStats::communication, gathered.input);
+    visit(&MemoryStats::communication, gathered.buffer);
+  };
+  if (pending_) {
+    visit_gather(*pending_);
+  }
+  if (const auto* parked = comm->parked()) {
+    visit_gather(*parked);
+  }
+  for (const auto& each : payloads_) {
+    for (const auto& tensor : each.payload.tensors) {
+      visit(&MemoryStats::communication, tensor);
+    }
+  }
+  for (const auto& reduction : reductions_) {
+    visit(&MemoryStats::communication, reduction.reducing.input);
+    visit(&MemoryStats::communication, reduction.reducing.output);
+  }
+}
+
+} // namespace detail
+
+MemoryStats memory_stats(c10::Device device) {
+  device = detail::spelled_out(device);
+  MemoryStats stats;
+  if (device.is_cpu()) {
+    detail::count_cpu_memory();
+    stats.allocated = detail::memory_counter().current();
+    stats.peak = detail::memory_counter().peak();
+  } else if (auto* allocator = c10::getDeviceAllocator(device.type()); allocator->initialized()) {
+    const auto bytes = allocator->getDeviceStats(device.index()).allocated_bytes;
+    const auto& all = bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+    stats.allocated = all.current;
+    stats.peak = all.peak;
+  }
+  detail::add_groups(stats, device);
+  const auto known = stats.shards + stats.gathered + stats.gradients + stats.communication;
+  stats.other = std::max<int64_t>(0, stats.allocated - known);
+  return stats;
+}
+
+void reset_peak_memory_stats(c10::Device device) {
+  device = detail::spelled_out(device);
+  if (device.is_cpu()) {
+    detail::count_cpu_memory();
+    detail::memory_counter().reset_peak();
+  } else if (auto* allocator = c10::getDeviceAllocator(device.type()); allocator->initialized()) {
+    allocator->resetPeakStats(device.index());
+  }
+}
+
+} // namespace fsdp

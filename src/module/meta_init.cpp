@@ -1,0 +1,215 @@
+#include <fsdp/meta_init.h>
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "base/text.h"
+#include "module/module_tree.h"
+#include "param/autograd_compat.h"
+#include "param/unfilled.h"
+#include "runtime/op_interceptor.h"
+
+namespace fsdp {
+
+using detail::FSDPParam;
+
+namespace {
+
+// ------------------------------------------------------------ Operators
+
+/// The arguments of an operator that is about to run, and what they are.
+struct Arguments {
+  Arguments(const c10::OperatorHandle& op, torch::jit::Stack& stack)
+      : schema(op.schema().arguments()), values(stack.data() + stack.size() - schema.size()) {}
+
+  /// One of the kind that may be left out, and was.
+  bool is_left_out(size_t i, c10::TypeKind kind) const {
+    const auto optional = schema[i].type()->cast<c10::OptionalType>();
+    return optional && optional->getElementType()->kind() == kind && values[i].isNone();
+  }
+  /// The first tensor's, else the one that is named, else the CPU.
+  c10::Device device() const {
+    c10::Device named = c10::kCPU;
+    for (size_t i = 0; i < schema.size(); ++i) {
+      if (values[i].isTensor() && values[i].toTensor().defined()) {
+        return values[i].toTensor().device();
+      }
+      named = values[i].isDevice() ? values[i].toDevice() : named;
+    }
+    return named;
+  }
+
+  const std::vector<c10::Argument>& schema;
+  c10::IValue* const values;
+};
+
+/// Python's `with torch.device("meta")`.
+class OnMeta : public detail::OpInterceptor {
+ public:
+  void before(const c10::OperatorHandle& op, torch::jit::Stack& stack) override {
+    const Arguments arguments(op, stack);
+    c10::IValue* device = nullptr;
+    for (size_t i = 0; i < arguments.schema.size(); ++i) {
+      if (arguments.values[i].isTensor() || arguments.values[i].isTensorList()) {
+        return; // the result is where that one is
+      }
+      if (arguments.is_left_out(i, c10::TypeKind::DeviceObjType)) {
+        device = &arguments.values[i];
+      }
+    }
+    if (device) {
+      *device = c10::Device(c10::kMeta);
+    }
+  }
+};
+
+/// Operators that would draw from torch's default generators, which all threads
+/// share, draw from ones of our own.
+class SeededDraws : public detail::OpInterceptor {
+ public:
+  explicit SeededDraws(uint64_t seed) : seed_(seed) {}
+
+  /// Many draw by another one that they call: randn by normal_, for example.
+  bool enters_operators() const override {
+    return true;
+  }
+  void before(const c10::OperatorHandle& op, torch::jit::Stack& stack) override {
+    const Arguments arguments(op, stack);
+    for (size_t i = 0; i < arguments.schema.size(); ++i) {
+      if (arguments.is_left_out(i, c10::TypeKind::GeneratorType) && !arguments.device().is_meta()) {
+        arguments.values[i] = generator(arguments.device());
+      }
+    }
+  }
+
+ private:
+  const at::Generator& generator(c10::Device device) {
+    auto& generator = generators_[device];
+    if (!generator.defined()) {
+      auto default_generator = at::globalContext().defaultGenerator(device);
+      std::lock_guard lock(default_generator.mutex());
+      generator = default_generator.clone();
+      generator.set_current_seed(seed_);
+    }
+    return generator;
+  }
+
+  const uint64_t seed_;
+  std::unordered_map<c10::Device, at::Generator> generators_;
+};
+
+/// FNV-1a: the same in every build, where std::hash need not be.
+uint64_t hash(uint64_t seed, const std::string& name) {
+  uint64_t hash = 0xcbf29ce484222325;
+  const auto add = [&hash](uint64_t byte) { hash = (hash ^ (byte & 0xff)) * 0x100000001b3; };
+  for (int shift = 0; shift < 64; shift += 8) {
+    add(seed >> shift);
+  }
+  for (const char c : name) {
+    add(static_cast<unsigned char>(c));
+  }
+  return hash ^ (hash >> 32); // the CPU's generator looks at 32 bits only
+}
+
+// ------------------------------------------------------------ Tensors
+
+/// In place, for whoever holds the tensor. As set_data, which refuses to leave
+/// meta.
+void give_memory(const at::Tensor& tensor, c10::Device device) {
+  const auto fresh = at::empty_like(tensor, tensor.options().device(device));
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(fresh.getIntrusivePtr());
+  if (tensor.requires_grad()) { // what is left of a backward on meta
+    tensor.mutable_grad().reset();
+    torch::autograd::impl::set_grad_accumulator(tensor, detail::weak_node(detail::NodePtr()));
+  }
+}
+
+/// Each once, by its first name.
+std::vector<std::pair<std::string, at::Tensor>> distinct_parameters(torch::nn::Module& module) {
+  auto params = detail::named_parameters(module);
+  std::unordered_set<const at::TensorImpl*> seen;
+  std::erase_if(params, [&](const auto& item) {
+    return !seen.insert(item.second.unsafeGetTensorImpl()).second;
+  });
+  return params;
+}
+
+void check_initializable(const std::vector<std::pair<std::string, at::Tensor>>& params) {
+  std::vector<std::string> on_meta;
+  for (const auto& [name, param] : params) {
+    if (param.is_meta()) {
+      on_meta.push_back(name);
+    }
+    const auto* sharded = FSDPParam::find(param);
+    TORCH_CHECK_VALUE(
+        !sharded || sharded->face() == detail::Face::Sharded, "[init_parameters] parameter '", name,
+        "' is unsharded; reshard() its module first");
+  }
+  TORCH_CHECK_VALUE(
+      on_meta.empty(),
+      "[init_parameters] these have no memory, on the meta device: ", detail::join(on_meta),
+      "; call to_empty first");
+}
+
+} // namespace
+
+// ------------------------------------------------------------ Public
+
+MetaInit::MetaInit() : interceptor_(std::make_unique<OnMeta>()) {}
+MetaInit::~MetaInit() = default;
+
+void to_empty(ModuleRef module, c10::Device device) {
+  TORCH_CHECK_VALUE(
+      !device.is_meta(), "[to_empty] the meta device has no memory: name the one to train on");
+  at::NoGradGuard no_grad;
+  c10::InferenceMode not_inference(false);
+  for (const auto& tensors : {detail::named_parameters(*module), detail::named_buffers(*module)}) {
+    for (const auto& [name, tensor] : tensors) {
+      if (tensor.is_meta()) { // the second site of a shared one is not any more
+        give_memory(tensor, device);
+        detail::set_unfilled(tensor);
+      }
+    }
+  }
+}
+
+void init_parameters(
+    ModuleRef module,
+    const std::function<void(const std::string& fqn, at::Tensor& param)>& fill,
+    uint64_t seed) {
+  TORCH_CHECK_VALUE(fill, "[init_parameters] needs a function");
+  const auto params = distinct_parameters(*module);
+  check_initializable(params);
+  at::NoGradGuard no_grad;
+  for (const auto& [name, param] : params) {
+    const auto* sharded = FSDPParam::find(param);
+    const auto values = sharded ? sharded->shard_values() : param.detach();
+    const at::IntArrayRef sizes = sharded ? sharded->geometry().sizes : values.sizes();
+    auto whole = at::empty(sizes, values.options());
+    detail::set_unfilled(whole);
+    {
+      const SeededDraws seeded(hash(seed, name));
+      fill(name, whole);
+    }
+    TORCH_CHECK_VALUE(
+        whole.defined() && whole.sizes() == sizes, "[init_parameters] parameter '", name,
+        "' of sizes ", sizes, " was filled with another tensor");
+    if (detail::is_unfilled(whole)) {
+      continue; // left alone, so that the parameter is, too
+    }
+    if (sharded) {
+      const auto& geometry = sharded->geometry();
+      const auto length = geometry.shard_sizes[geometry.dim];
+      whole = whole.narrow(geometry.dim, geometry.offset, length);
+    }
+    values.copy_(whole);
+  }
+}
+
+} // namespace fsdp

@@ -1,0 +1,260 @@
+#include <fsdp/clip_grad_norm.h>
+
+#include <ATen/OpMathType.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <c10/util/flat_hash_map.h>
+#include <c10/util/irange.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "base/text.h"
+#include "param/fsdp_param.h"
+
+namespace fsdp {
+namespace {
+
+using detail::FSDPParam;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+/// One parameter, and what this rank has of its gradient.
+struct Part {
+  std::size_t index; // in the caller's list
+  const FSDPParam* manager;
+  at::Tensor grad; // undefined without one
+};
+
+/// The parts that these ranks have of the same parameters.
+struct Sharing {
+  ProcessGroup group;
+  at::Device device; // where it communicates
+  std::vector<std::size_t> parts;
+};
+
+std::string name_of(const Part& part) {
+  return part.manager ? "'" + part.manager->name() + "'" : c10::str("parameter #", part.index);
+}
+
+void check_grad(const Part& part) {
+  if (!part.grad.defined()) {
+    return;
+  }
+  TORCH_CHECK_VALUE(
+      part.grad.layout() == at::kStrided, "[clip_grad_norm_] ", name_of(part),
+      " has a gradient of layout ", part.grad.layout(),
+      "; only dense ones can be clipped. Make an embedding without the option `sparse`.");
+  if (part.manager) {
+    const at::IntArrayRef expected = part.manager->geometry().shard_sizes;
+    TORCH_CHECK_VALUE(
+        part.grad.sizes() == expected, "[clip_grad_norm_] ", name_of(part),
+        " has a gradient of sizes ", part.grad.sizes(), ", but its shard here has ", expected,
+        ". Call zero_grad() after sharding a module.");
+  }
+}
+
+/// Each parameter once, however often it is listed.
+std::vector<Part> parts_of(const std::vector<at::Tensor>& params) {
+  std::vector<Part> parts;
+  ska::flat_hash_set<const void*> seen;
+  for (const auto i : c10::irange(params.size())) {
+    TORCH_CHECK_VALUE(
+        params[i].defined(), "[clip_grad_norm_] parameter #", i, " is an undefined tensor");
+    if (seen.insert(params[i].unsafeGetTensorImpl()).second) {
+      parts.push_back({i, FSDPParam::find(params[i]), params[i].grad()});
+      check_grad(parts.back());
+    }
+  }
+  return parts;
+}
+
+/// In the order in which the groups come up, which is the same on every rank. All
+/// parts are in, with a gradient or not, so that the ranks agree on their number.
+std::vector<Sharing> sharings_of(const std::vector<Part>& parts) {
+  std::vector<Sharing> sharings;
+  for (const auto i : c10::irange(parts.size())) {
+    const auto* manager = parts[i].manager;
+    const auto group = manager ? manager->mesh().get_group() : ProcessGroup();
+    if (!manager || group.size() == 1) {
+      continue; // this rank has it all
+    }
+    auto found = std::find_if(sharings.begin(), sharings.end(), [&](const Sharing& sharing) {
+      return sharing.group == group;
+    });
+    if (found == sharings.end()) {
+      // An offloaded shard is not where its group communicates.
+      const auto device = manager->tensor().device();
+      const auto type = manager->mesh().device_type();
+      sharings.push_back({group, device.type() == type ? device : at::Device(type), {}});
+      found = sharings.end() - 1;
+    }
+    found->parts.push_back(i);
+  }
+  return sharings;
+}
+
+/// Gradients that one kernel call takes: of one device and dtype, none empty.
+struct List {
+  std::vector<at::Tensor> grads;
+  std::vector<std::size_t> parts;
+};
+using Lists = std::map<std::tuple<at::DeviceType, at::DeviceIndex, at::ScalarType>, List>;
+
+Lists lists_of(const std::vector<Part>& parts) {
+  Lists lists;
+  for (const auto i : c10::irange(parts.size())) {
+    const auto& grad = parts[i].grad;
+    if (grad.defined() && grad.numel() > 0) {
+      auto& list = lists[{grad.device().type(), grad.device().index(), grad.scalar_type()}];
+      list.grads.push_back(grad);
+      list.parts.push_back(i);
+    }
+  }
+  return lists;
+}
+
+/// One (0D) per part, in double: a power of a norm leaves float's range early.
+std::vector<at::Tensor> norms_of(
+    const Lists& lists, std::size_t num_parts, double order, at::Device device) {
+  const auto options = at::TensorOptions(at::kDouble).device(device);
+  // What has no elements adds nothing: to a maximum or sum zero, to a minimum or
+  // a sum of negative powers infinity.
+  const auto identity = at::full({}, order < 0 ? kInfinity : 0.0, options);
+  std::vector<at::Tensor> norms(num_parts, identity);
+  for (const auto& [key, list] : lists) {
+    const bool is_reduced = at::isReducedFloatingType(std::get<2>(key));
+    const auto dtype = is_reduced ? std::optional(at::kFloat) : std::nullopt;
+    const auto some = at::stack(at::_foreach_norm(list.grads, order, dtype)).to(options).unbind();
+    for (const auto i : c10::irange(some.size())) {
+      norms[list.parts[i]] = some[i];
+    }
+  }
+  return norms;
+}
+
+/// The norms of the parameters, from those (1D) of every rank's parts.
+at::Tensor reduce(const at::Tensor& norms, double order, const ProcessGroup& group) {
+  if (std::isinf(order)) {
+    // Backends differ in what the larger of a number and NaN is, so NaNs go apart.
+    const double sign = order > 0 ? 1 : -1;
+    const auto is_nan = norms.isnan();
+    const auto both = at::stack({norms.masked_fill(is_nan, 0), is_nan.to(at::kDouble) * sign});
+    group.all_reduce(both, order > 0 ? ReduceOp::Max : ReduceOp::Min);
+    return both[0].masked_fill(both[1] != 0, kNaN);
+  }
+  const auto sums = order == 0 ? norms : norms.pow(order);
+  group.all_reduce(sums);
+  return order == 0 ? sums : sums.pow(1 / order);
+}
+
+void check_finite(
+    const at::Tensor& total,
+    const at::Tensor& norms,
+    const std::vector<Part>& parts,
+    double order) {
+  const auto value = total.item<double>();
+  if (std::isfinite(value)) {
+    return;
+  }
+  constexpr std::size_t kMostNames = 10;
+  const auto values = norms.cpu();
+  std::vector<std::string> names;
+  for (const auto i : c10::irange(parts.size())) {
+    if (!std::isfinite(values.const_data_ptr<double>()[i])) {
+      names.push_back(name_of(parts[i]));
+    }
+  }
+  const auto num_names = names.size();
+  names.resize(std::min(num_names, kMostNames));
+  TORCH_CHECK(
+      false, "[clip_grad_norm_] The total norm of order ", order, " is non-finite (", value,
+      "), so the gradients cannot be clipped. ",
+      names.empty() ? "Each is finite, but not their norm together"
+                    : "Not finite: " + detail::join(names),
+      num_names > kMostNames ? c10::str(" and ", num_names - kMostNames, " more") : "",
+      ". They are as they were: skip this step and call zero_grad(), or set "
+      "error_if_nonfinite = false to scale them by this norm anyway.");
+}
+
+at::Device first_device(const std::vector<Part>& parts, const std::vector<at::Tensor>& params) {
+  for (const auto& part : parts) {
+    if (part.grad.defined()) {
+      return part.grad.device();
+    }
+  }
+  return params.front().device();
+}
+
+} // namespace
+
+at::Tensor clip_grad_norm_(
+    const std::vector<at::Tensor>& params,
+    double max_norm,
+    double norm_type,
+    bool error_if_nonfinite) {
+  TORCH_CHECK_VALUE(
+      max_norm >= 0, "[clip_grad_norm_] max_norm must be zero or more, got ", max_norm);
+  TORCH_CHECK_VALUE(
+      !std::isnan(norm_type), "[clip_grad_norm_] norm_type must be a number or infinity, got NaN");
+  if (params.empty()) {
+    return at::zeros({});
+  }
+  at::NoGradGuard no_grad;
+  const auto parts = parts_of(params);
+  const auto lists = lists_of(parts);
+  const auto device = first_device(parts, params);
+  auto norms = norms_of(lists, parts.size(), norm_type, device);
+  // A parameter that is sharded along several axes would be in several of these.
+  for (const auto& sharing : sharings_of(parts)) {
+    std::vector<at::Tensor> local;
+    for (const auto i : sharing.parts) {
+      local.push_back(norms[i]);
+    }
+    const auto whole =
+        reduce(at::stack(local).to(sharing.device), norm_type, sharing.group).to(device).unbind();
+    for (const auto i : c10::irange(whole.size())) {
+      norms[sharing.parts[i]] = whole[i];
+    }
+  }
+
+  const auto all = at::stack(norms);
+  auto total = norm_type == 0 ? all.sum() : at::linalg_vector_norm(all, norm_type);
+  bool any_grad = false;
+  bool any_double = false;
+  for (const auto& part : parts) {
+    any_grad |= part.grad.defined();
+    any_double |=
+        part.grad.defined() && c10::toRealValueType(part.grad.scalar_type()) == at::kDouble;
+  }
+  if (!any_grad && norm_type < 0) {
+    total = total.masked_fill(total.isinf(), 0); // the identity, if nobody has any
+  }
+  const auto result = total.to(any_double ? at::kDouble : at::kFloat);
+  if (error_if_nonfinite) {
+    check_finite(result, all, parts, norm_type);
+  }
+  // Also where that is one: to look would stop the host until the device is there.
+  const auto scale = (max_norm / (total + 1e-6)).clamp_max(1);
+  for (const auto& [key, list] : lists) {
+    const auto& grad = list.grads.front();
+    at::_foreach_mul_(list.grads, scale.to(grad.device(), at::toOpMathType(grad.scalar_type())));
+  }
+  return result;
+}
+
+} // namespace fsdp

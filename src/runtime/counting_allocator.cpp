@@ -1,0 +1,115 @@
+#include "runtime/counting_allocator.h"
+
+#include <c10/core/CPUAllocator.h>
+
+#include <cstddef>
+#include <deque>
+#include <mutex>
+#include <new>
+
+namespace fsdp::detail {
+
+namespace {
+
+constinit MemoryCounter of_process;
+thread_local MemoryCounter* of_thread = nullptr;
+
+MemoryCounter& counter_of(int rank) {
+  static std::mutex mutex;
+  // Never freed: memory may outlive its rank, and every static object.
+  static auto& counters = *new std::deque<MemoryCounter>;
+  std::lock_guard lock(mutex);
+  while (counters.size() <= static_cast<size_t>(rank)) {
+    counters.emplace_back(); // a deque leaves the others where they are
+  }
+  return counters[rank];
+}
+
+/// Lies before each block, and says whose it is: whoever frees a block may be
+/// another rank.
+struct Header {
+  MemoryCounter* counter;
+  size_t nbytes;
+  void* context; // of the block that was taken from the allocator before
+  c10::DeleterFnPtr free;
+};
+// What follows it is aligned as the whole was.
+constexpr size_t kHeaderBytes = 64;
+static_assert(sizeof(Header) <= kHeaderBytes);
+
+void free_block(void* data) {
+  if (data == nullptr) {
+    return;
+  }
+  const auto header = *reinterpret_cast<Header*>(static_cast<std::byte*>(data) - kHeaderBytes);
+  header.counter->remove(static_cast<int64_t>(header.nbytes));
+  header.free(header.context);
+}
+
+class CountingAllocator : public c10::Allocator {
+ public:
+  explicit CountingAllocator(c10::Allocator& inner) : inner_(inner) {}
+
+  c10::DataPtr allocate(size_t nbytes) override {
+    std::byte* data = nullptr;
+    if (nbytes > 0) {
+      auto block = inner_.allocate(kHeaderBytes + nbytes);
+      data = static_cast<std::byte*>(block.get()) + kHeaderBytes;
+      auto* header = new (block.get())
+          Header{&memory_counter(), nbytes, block.get_context(), block.get_deleter()};
+      block.release_context(); // the header has it now
+      header->counter->add(static_cast<int64_t>(nbytes));
+    }
+    return {data, data, &free_block, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &free_block;
+  }
+  void copy_data(void* dest, const void* src, size_t count) const override {
+    inner_.copy_data(dest, src, count);
+  }
+
+ private:
+  c10::Allocator& inner_;
+};
+
+} // namespace
+
+// ------------------------------------------------------------ MemoryCounter
+
+void MemoryCounter::add(int64_t bytes) {
+  const auto now = current_.fetch_add(bytes, std::memory_order_relaxed) + bytes;
+  auto peak = peak_.load(std::memory_order_relaxed);
+  while (now > peak && !peak_.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
+  }
+}
+
+void MemoryCounter::remove(int64_t bytes) {
+  current_.fetch_sub(bytes, std::memory_order_relaxed);
+}
+
+void MemoryCounter::reset_peak() {
+  peak_.store(current(), std::memory_order_relaxed);
+}
+
+// ------------------------------------------------------------ Whose memory it is
+
+MemoryCounter& memory_counter() {
+  return of_thread ? *of_thread : of_process;
+}
+
+void count_memory_for(int rank) {
+  of_thread = rank < 0 ? nullptr : &counter_of(rank);
+}
+
+void count_cpu_memory() {
+  // Tensors from before keep the deleters that they have. The highest priority,
+  // since one that was installed with any other would stay. Never freed.
+  static const bool installed = [] {
+    c10::SetCPUAllocator(new CountingAllocator(*c10::GetCPUAllocator()), /*priority=*/UINT8_MAX);
+    return true;
+  }();
+  (void)installed;
+}
+
+} // namespace fsdp::detail
