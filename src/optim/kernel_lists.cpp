@@ -44,15 +44,15 @@ at::Tensor with_strides_of(const at::Tensor& like, const at::Tensor& tensor) {
 
 void KernelLists::add(
     const at::Tensor& param, const at::Tensor& grad, std::initializer_list<at::Tensor*> state) {
-  params_.push_back(param);
+  params_.push_back(param.unsafeGetTensorImpl());
   if (param.numel() == 0) {
     return;
   }
-  auto dense = param;
-  if (!param.is_non_overlapping_and_dense()) {
-    dense = at::empty_like(param).copy_(param);
-    copies_.emplace_back(param, dense);
+  const bool is_dense = param.is_non_overlapping_and_dense();
+  if (!is_dense) {
+    copies_.emplace_back(param, at::empty_like(param).copy_(param));
   }
+  const auto& dense = is_dense ? param : copies_.back().second;
   auto& lists = param.is_cpu() && param.numel() < kGrainSize ? small_ : lists_;
   lists.resize(2 + state.size());
   lists[0].push_back(dense);
@@ -76,8 +76,8 @@ void KernelLists::run(const Kernel& kernel) {
   for (const auto& [param, updated] : copies_) {
     param.copy_(updated);
   }
-  for (const auto& param : params_) {
-    param.unsafeGetTensorImpl()->bump_version();
+  for (auto* param : params_) {
+    param->bump_version();
   }
 }
 

@@ -33,7 +33,7 @@ class KernelLists {
   void run(const Kernel& kernel);
 
  private:
-  std::vector<at::Tensor> params_;                        // the user's, also the empty ones
+  std::vector<at::TensorImpl*> params_;                   // the user's, also the empty ones
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_; // the user's, what is updated
   Lists lists_;
   Lists small_; // see Note [Small tensors take one thread]

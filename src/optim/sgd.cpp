@@ -76,12 +76,17 @@ at::Tensor SGD::step(LossClosure closure) {
     return static_cast<const SGDOptions&>(param_groups_[group].options());
   };
   std::map<Key, Bucket> buckets;
+  auto last = buckets.end(); // neighbours are mostly alike
   for (const auto& update : detail::find_updates(kName, param_groups_)) {
     const auto& param = update.param;
     const auto device = param.device();
     const auto bucket = [&](bool is_first_step) -> Bucket& {
-      return buckets[{
-          update.group, param.scalar_type(), device.type(), device.index(), is_first_step}];
+      const Key key{
+          update.group, param.scalar_type(), device.type(), device.index(), is_first_step};
+      if (last == buckets.end() || last->first != key) {
+        last = buckets.try_emplace(key).first;
+      }
+      return last->second;
     };
     if (options(update.group).momentum() == 0) {
       bucket(false).lists.add(param, update.grad, {});

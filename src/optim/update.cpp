@@ -46,8 +46,14 @@ at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
 
 std::vector<Update> find_updates(
     const char* optimizer, const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  std::size_t num_params = 0;
+  for (const auto& group : groups) {
+    num_params += group.params().size();
+  }
   std::vector<Update> updates;
+  updates.reserve(num_params);
   ska::flat_hash_set<const void*> seen;
+  seen.reserve(num_params);
   for (const auto group : c10::irange(groups.size())) {
     const auto& params = groups[group].params();
     for (const auto index : c10::irange(params.size())) {

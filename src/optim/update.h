@@ -8,12 +8,13 @@
 
 namespace fsdp::detail {
 
-/// A parameter that a step changes, and its gradient.
+/// A parameter that a step changes, and its gradient: the optimizer's own
+/// tensors, not counted once more.
 struct Update {
   std::size_t group;
   std::size_t index; // in the group
-  at::Tensor param;
-  at::Tensor grad;
+  const at::Tensor& param;
+  const at::Tensor& grad;
 };
 
 /// What the closure returns, computed with gradients; undefined without one.
