@@ -14,9 +14,10 @@ endif()
 
 find_program(FSDP_CCACHE ccache)
 if(FSDP_CCACHE)
-  # The sloppiness lets ccache work together with the precompiled header.
+  # The sloppiness lets ccache work together with the precompiled header; by the
+  # compiler's own list of dependencies it need not preprocess everything once more.
   set(CMAKE_CXX_COMPILER_LAUNCHER
-      ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros ${FSDP_CCACHE})
+      ${CMAKE_COMMAND} -E env CCACHE_DEPEND=1 CCACHE_SLOPPINESS=pch_defines,time_macros ${FSDP_CCACHE})
 endif()
 
 add_library(fsdp_build_flags INTERFACE)

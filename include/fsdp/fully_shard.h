@@ -22,7 +22,8 @@
 namespace fsdp {
 
 struct FullyShardOptions {
-  /// One axis; by default all ranks of the world, on the parameters' device.
+  /// One axis; by default all ranks of the world, on the parameters' device, or
+  /// the accelerator if there is one for parameters on meta.
   std::optional<DeviceMesh> mesh = {};
   ReshardAfterForward reshard_after_forward = {};
   /// How to shard each parameter; along dim 0 without a function or value.

@@ -19,8 +19,9 @@ class OpInterceptor;
 /// While it lives, tensors that this thread makes without naming a device are
 /// on the meta device: modules have shapes but no memory. Shard them, then call
 /// to_empty and init_parameters, or load a checkpoint. What LibTorch cannot do
-/// there (polar, randperm, item) throws: name the CPU for its inputs. Tensors
-/// that were given a device keep it, and their values.
+/// there (polar, randperm, item, at::tensor of a list) throws: name the CPU for
+/// its inputs. Tensors that were given a device keep it, and their values; so do
+/// torch::tensor({...}) and what is made of other tensors.
 class FSDP_API MetaInit {
  public:
   MetaInit();
@@ -38,7 +39,7 @@ class FSDP_API MetaInit {
 FSDP_API void to_empty(ModuleRef module, c10::Device device);
 
 /// Calls `fill(name, param)` for every parameter at and below `module`, with a
-/// whole one to be filled in place, and keeps this rank's part. Random numbers
+/// whole one to be filled in place, all of it, and keeps this rank's part. Random numbers
 /// that it draws without a generator depend on `seed` and the name alone, so
 /// values are the same for every world size. One whole parameter is in memory
 /// at a time. A shared parameter is filled once, by its first name; one that

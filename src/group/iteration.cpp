@@ -113,7 +113,8 @@ void FSDPParamGroup::reduce_all() {
 }
 
 at::ScalarType FSDPParamGroup::wire_dtype(const FSDPParam& param) const {
-  return reduce_dtype.value_or(param.unsharded().scalar_type());
+  const auto dtype = param.unsharded().scalar_type();
+  return at::isFloatingType(dtype) ? reduce_dtype.value_or(dtype) : dtype; // complex: its own
 }
 
 void FSDPParamGroup::reduce(at::ScalarType dtype) {

@@ -24,6 +24,7 @@ std::unordered_map<const FSDPParamGroup*, const MemoryCounter*> live_groups; // 
 
 /// As tensors spell it: with an index, but not on the CPU.
 c10::Device spelled_out(c10::Device device) {
+  TORCH_CHECK_VALUE(!device.is_meta(), "[memory_stats] the meta device has no memory");
   return device.is_cpu() || !device.has_index() ? current_device(device.type()) : device;
 }
 

@@ -168,6 +168,12 @@ void FSDPParamGroup::lazy_init() {
       "[fully_shard] parameters should be materialized from meta device before training, but "
       "these were still on meta device: ",
       join(on_meta), "; give them memory (fsdp::to_empty) and values first");
+  const auto device = params_.front()->tensor().device();
+  TORCH_CHECK_VALUE(
+      offload_ || device.type() == mesh_.device_type(), "[fully_shard] parameter '",
+      params_.front()->name(), "' is on ", device, ", but the mesh is of ",
+      c10::DeviceTypeName(mesh_.device_type(), /*lower_case=*/true),
+      "; move the module there, or shard it over a mesh of its device");
   if (was_changed()) {
     to_sharded(); // adopts
   }

@@ -75,7 +75,7 @@ at::Tensor FSDPParamGroup::gather_input() {
   const auto shard =
       on_device || layout_.sends_shards() ? shard_ : shard_.to(device(), /*non_blocking=*/true);
   const auto payload_numel = make_payloads(shard);
-  auto input = all_gather_->allocate(
+  auto input = at::empty(
       {layout_.gathered_numel + payload_numel},
       at::TensorOptions().device(device()).dtype(layout_.gather_dtype));
   for (const auto& run : layout_.runs) {
@@ -96,7 +96,7 @@ at::Tensor FSDPParamGroup::gather_input() {
 
 /// Lets the extensions make what they send; returns its bytes.
 int64_t FSDPParamGroup::make_payloads(const at::Tensor& shard) {
-  payloads_.clear();
+  std::vector<Payload> payloads;
   int64_t bytes = 0;
   for (size_t k = layout_.num_plain; k < params_.size(); ++k) {
     auto& param = *params_[layout_.order[k]];
@@ -117,8 +117,9 @@ int64_t FSDPParamGroup::make_payloads(const at::Tensor& shard) {
       tensor = tensor.dim() == 0 ? tensor.view({1}) : tensor.contiguous();
       bytes += static_cast<int64_t>(tensor.nbytes());
     }
-    payloads_.push_back({&param, param.extension, std::move(payload)});
+    payloads.push_back({&param, param.extension, std::move(payload)});
   }
+  payloads_ = std::move(payloads);
   return bytes;
 }
 
@@ -221,14 +222,18 @@ void FSDPParamGroup::copy_out_payloads(std::vector<at::Tensor> outputs) {
       sizes[0] *= group_.size();
       received.push_back((next++)->view(-1).view(tensor.scalar_type()).view(sizes));
     }
-    auto whole = param->unsharded().detach();
+    const auto& expected = param->unsharded();
+    auto whole = expected.detach();
     const auto given = whole;
     in_extension("post_all_gather", *param, [&] {
       extension->post_all_gather(received, payload.metadata, param->gather_info(), whole);
       TORCH_CHECK_VALUE(
-          whole.is_same(given) && given.sizes() == param->geometry().sizes,
-          "[fully_shard] it has replaced or resized `out`, of sizes ",
-          c10::IntArrayRef(param->geometry().sizes), "; fill it in place");
+          whole.is_same(given) && given.is_alias_of(expected) &&
+              given.storage_offset() == expected.storage_offset() &&
+              given.scalar_type() == expected.scalar_type() && given.sizes() == expected.sizes() &&
+              given.strides() == expected.strides(),
+          "[fully_shard] it has replaced or resized `out`, of sizes ", expected.sizes(),
+          "; fill it in place");
     });
   }
 }

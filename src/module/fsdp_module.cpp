@@ -1,6 +1,7 @@
 #include <fsdp/fully_shard.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "module/module_tree.h"
@@ -146,7 +147,8 @@ void FSDPModule::set_post_optim_event(c10::Event event) {
 
 void FSDPModule::set_gradient_divide_factor(double factor) {
   TORCH_CHECK_VALUE(
-      factor > 0, "[FSDPModule] set_gradient_divide_factor: ", factor, " is not positive");
+      factor > 0 && std::isfinite(factor), "[FSDPModule] set_gradient_divide_factor: ", factor,
+      " is not positive and finite");
   for_each_group(false, [&](auto& group) { group.gradient_divide_factor = factor; });
 }
 

@@ -1,3 +1,4 @@
+#include <ATen/DeviceAccelerator.h>
 #include <fsdp/distributed.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/param.h>
@@ -79,6 +80,11 @@ void check_precision(const MixedPrecisionPolicy& policy, const std::string& name
         "' is ", dtype ? c10::toString(*dtype) : "",
         ", which is not a floating point type; take kBFloat16, kHalf or kFloat, or leave it out");
   };
+  TORCH_CHECK_VALUE(
+      !policy.reduce_dtype || c10::elementSize(*policy.reduce_dtype) > 1,
+      "[fully_shard] mp_policy.reduce_dtype of '", name, "' is ",
+      c10::toString(policy.reduce_dtype.value_or(at::kFloat)),
+      ", in which sums cannot be computed; take kBFloat16, kHalf or kFloat");
   check(policy.param_dtype, "param_dtype");
   check(policy.reduce_dtype, "reduce_dtype");
   check(policy.output_dtype, "output_dtype");
@@ -144,15 +150,20 @@ std::vector<Candidate> unmanaged_params(
   return result;
 }
 
+/// Where a model that is nowhere yet will most likely be.
+c10::DeviceType default_device_type() {
+  const auto accelerator = at::getAccelerator();
+  return accelerator && at::accelerator::deviceCount() > 0 ? *accelerator : c10::kCPU;
+}
+
 DeviceMesh mesh_of(const FullyShardOptions& options, const std::vector<Candidate>& params) {
   if (options.mesh) {
     check_mesh(*options.mesh);
     return *options.mesh;
   }
-  const auto type = params.empty() || params.front().param.is_meta()
-                        ? c10::DeviceType::CPU
-                        : params.front().param.device().type();
-  return init_device_mesh(type, {get_world_size()});
+  const auto device = params.empty() ? c10::Device(c10::kMeta) : params.front().param.device();
+  return init_device_mesh(
+      device.is_meta() ? default_device_type() : device.type(), {get_world_size()});
 }
 
 /// In place: whoever holds the tensor sees it there.
@@ -195,6 +206,11 @@ FSDPState::Groups make_groups(
     (void)options.reshard_after_forward.ranks(over.get_group().size());
     for (const auto& spec : specs) {
       detail::check_shardable(spec, over);
+      TORCH_CHECK_VALUE(
+          spec.param.is_meta() == specs.front().param.is_meta(), "[fully_shard] of ", name,
+          ", parameter '", (spec.param.is_meta() ? spec : specs.front()).name,
+          "' is on the meta device and '", (spec.param.is_meta() ? specs.front() : spec).name,
+          "' is not; give all of them memory (fsdp::to_empty), or none");
     }
   }
   const bool offload = std::holds_alternative<CPUOffloadPolicy>(options.offload_policy);

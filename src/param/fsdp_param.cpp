@@ -81,6 +81,7 @@ FSDPParam::FSDPParam(at::Tensor param, std::string name, DeviceMesh mesh, ShardG
       seen_unsharded_version_(kFirstUnshardedVersion),
       sharded_accumulator_(weak_node(NodePtr())),
       slot_(std::make_shared<Slot>(Slot{{}, std::move(name), {}})) {
+  param_.mutable_grad().reset(); // of the whole
   std::lock_guard lock(table_mutex);
   const bool is_new = table.emplace(param_.unsafeGetTensorImpl(), this).second;
   TORCH_INTERNAL_ASSERT(is_new, "parameter '", this->name(), "' is managed already");
@@ -163,9 +164,15 @@ void FSDPParam::show(Face face) {
     // Also for a frozen parameter: it may be unfrozen later.
     autograd::impl::set_grad_accumulator(param_, weak_node(unsharded_accumulator_));
   } else {
-    if (!was_replaced()) { // else it stays, to be adopted
+    if (!was_replaced()) {
       impl->shallow_copy_from(sharded_.getIntrusivePtr());
-    }
+    } else if (
+        param_.sizes() == unsharded_.sizes() &&
+        at::equal(param_.detach(), unsharded_.to(param_.options()))) {
+      // Only moved or cast (Module::to). So is the shard, which may have more
+      // digits than what was gathered.
+      impl->shallow_copy_from(sharded_.to(param_.options()).getIntrusivePtr());
+    } // else it stays, to be adopted
     impl->set_version_counter(sharded_version_);
     autograd::impl::set_grad_accumulator(param_, sharded_accumulator_);
   }

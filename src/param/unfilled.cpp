@@ -24,11 +24,6 @@ std::mutex table_mutex;
 std::unordered_map<const at::TensorImpl*, Entry> table;
 size_t sweep_at = 1024;
 
-int64_t version_of(const at::Tensor& tensor) {
-  const auto* param = FSDPParam::find(tensor);
-  return param ? param->shard_version() : tensor._version();
-}
-
 /// What the tensor's memory holds; writes to it leave the version alone.
 at::Tensor bytes_of(const at::Tensor& tensor) {
   return at::from_blob(
@@ -36,11 +31,16 @@ at::Tensor bytes_of(const at::Tensor& tensor) {
       tensor.options().dtype(at::kByte));
 }
 
-bool is_blank(const at::Tensor& tensor) {
-  const auto* param = FSDPParam::find(tensor);
-  const auto& values = param && !param->was_replaced() ? param->sharded() : tensor;
-  return values.numel() > 0 && values.is_non_overlapping_and_dense() &&
-         bytes_of(values).min().item<int>() == kBlank;
+bool is_blank(const at::Tensor& values) {
+  if (values.numel() == 0 || values.is_meta()) {
+    return false;
+  }
+  if (at::isFloatingType(values.scalar_type())) { // NaN stays NaN when it is cast
+    const auto flat = values.reshape(-1);
+    return flat[0].to(at::kFloat).isnan().item<bool>() && // mostly not
+           flat.to(at::kFloat).isnan().all().item<bool>();
+  }
+  return values.is_non_overlapping_and_dense() && bytes_of(values).min().item<int>() == kBlank;
 }
 
 } // namespace
@@ -50,7 +50,7 @@ void set_unfilled(const at::Tensor& tensor) {
     return;
   }
   bytes_of(tensor).fill_(kBlank);
-  const Entry entry{WeakTensor(tensor.getIntrusivePtr()), version_of(tensor)};
+  const Entry entry{WeakTensor(tensor.getIntrusivePtr()), tensor._version()};
   std::lock_guard lock(table_mutex);
   if (table.size() >= sweep_at) {
     std::erase_if(table, [](const auto& item) { return item.second.tensor.expired(); });
@@ -69,7 +69,10 @@ bool is_unfilled(const at::Tensor& tensor) {
     }
     version = found->second.version;
   }
-  return version_of(tensor) == version && is_blank(tensor);
+  if (const auto* param = FSDPParam::find(tensor)) { // whose counter may be another one by now
+    return is_blank(param->was_replaced() ? tensor.detach() : param->sharded());
+  }
+  return tensor._version() == version && is_blank(tensor.detach());
 }
 
 } // namespace fsdp::detail

@@ -7,10 +7,11 @@ namespace fsdp::detail {
 // Note [Unfilled tensors]
 //
 // Memory that to_empty allocated has no values until somebody writes them.
-// Every byte of it is set to 255, which is a NaN in every floating point
-// format, and the tensor is remembered with its version. It is unfilled while
+// Every byte of it is set to 255, which is a NaN in the usual floating point
+// formats, and the tensor is remembered with its version. It is unfilled while
 // neither has changed: writes through data() or a pointer leave the version
-// alone, and -1 is a value that integers may well be filled with.
+// alone, and -1 is a value that integers may well be filled with. Sharding gives
+// a parameter another counter, so there the values alone tell.
 
 /// Overwrites `tensor`, and remembers that it holds nothing yet.
 void set_unfilled(const at::Tensor& tensor);

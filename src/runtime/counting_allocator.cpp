@@ -3,8 +3,6 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <cstddef>
-#include <deque>
-#include <mutex>
 #include <new>
 
 namespace fsdp::detail {
@@ -13,17 +11,6 @@ namespace {
 
 constinit MemoryCounter of_process;
 thread_local MemoryCounter* of_thread = nullptr;
-
-MemoryCounter& counter_of(int rank) {
-  static std::mutex mutex;
-  // Never freed: memory may outlive its rank, and every static object.
-  static auto& counters = *new std::deque<MemoryCounter>;
-  std::lock_guard lock(mutex);
-  while (counters.size() <= static_cast<size_t>(rank)) {
-    counters.emplace_back(); // a deque leaves the others where they are
-  }
-  return counters[rank];
-}
 
 /// Lies before each block, and says whose it is: whoever frees a block may be
 /// another rank.
@@ -98,8 +85,9 @@ MemoryCounter& memory_counter() {
   return of_thread ? *of_thread : of_process;
 }
 
-void count_memory_for(int rank) {
-  of_thread = rank < 0 ? nullptr : &counter_of(rank);
+void count_memory_of_thread(bool apart) {
+  // Never freed: memory may outlive its rank, and every static object.
+  of_thread = apart ? new MemoryCounter : nullptr;
 }
 
 void count_cpu_memory() {

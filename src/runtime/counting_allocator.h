@@ -35,7 +35,8 @@ void count_cpu_memory();
 /// address tells ranks apart.
 MemoryCounter& memory_counter();
 
-/// The calling thread is rank `rank` from here on; -1: none of its own.
-void count_memory_for(int rank);
+/// From here on the calling thread is a rank with a counter of its own, a new
+/// one; or it is not.
+void count_memory_of_thread(bool apart);
 
 } // namespace fsdp::detail

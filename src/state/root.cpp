@@ -31,12 +31,12 @@ void FSDPState::lazy_init() {
   const auto states = states_in(below);
   set_names(below);
   check_shared_params(below);
-  check_filled(below);
   for (const auto& state : states) {
     for (const auto& group : state->groups_) {
       group->lazy_init();
     }
   }
+  check_filled(below);
   for (const auto& state : states) {
     context_->states.push_back(state);
     state->context_ = context_;
@@ -119,13 +119,22 @@ void FSDPState::check_shared_params(const Subtree& below) {
 void FSDPState::check_filled(const Subtree& below) {
   std::unordered_set<const at::TensorImpl*> seen;
   std::vector<std::string> unfilled;
+  std::vector<std::string> on_meta; // beside sharded parameters, which say so themselves
   for (const auto* tensors : {&below.params, &below.buffers}) {
     for (const auto& [name, tensor] : *tensors) {
-      if (is_unfilled(tensor) && seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      if (!seen.insert(tensor.unsafeGetTensorImpl()).second) {
+        continue;
+      }
+      if (is_unfilled(tensor)) {
         unfilled.push_back(name);
+      } else if (tensor.is_meta() && !FSDPParam::find(tensor)) {
+        on_meta.push_back(name);
       }
     }
   }
+  TORCH_CHECK(
+      on_meta.empty(), "[fully_shard] these are still on the meta device: ", join(on_meta),
+      "; give them memory (fsdp::to_empty) and values first");
   TORCH_CHECK(
       unfilled.empty(),
       "[fully_shard] nobody has written to these since to_empty: ", join(unfilled),

@@ -1,6 +1,8 @@
 // What a rank's memory is used for, at every moment of an iteration.
 #include <fsdp/memory.h>
 
+#include <thread>
+
 #include "support/sharded.h"
 
 namespace fsdp {
@@ -213,6 +215,26 @@ TEST(MemoryStats, ModelsFromBeforeCountInTheirCategories) {
     root.reshard();
     EXPECT_EQ(now().allocated, before.allocated);
   });
+}
+
+// Ranks of the same number in two worlds at once.
+TEST(MemoryStats, WorldsDoNotCountForEachOther) {
+  const auto world = [] {
+    run_ranks(2, [](int) {
+      for (int i = 0; i < 20; ++i) {
+        auto net = seeded<MLP>(16);
+        fully_shard(net);
+        int64_t bytes = 0;
+        for (const auto& param : net->parameters()) {
+          bytes += 4 * param.numel();
+        }
+        EXPECT_EQ(memory_stats(torch::kCPU).shards, bytes);
+      }
+    });
+  };
+  std::thread other(world);
+  world();
+  other.join();
 }
 
 } // namespace

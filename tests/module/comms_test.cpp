@@ -345,5 +345,30 @@ TEST(Extensions, SendFewerBytes) {
   });
 }
 
+TEST(Comms, OneBufferIsAskedForPerGatherWhateverIsCast) {
+  struct OneBuffer : AllGather {
+    torch::Tensor allocate(at::IntArrayRef sizes, at::TensorOptions options) override {
+      ++calls;
+      return AllGather::allocate(sizes, options);
+    }
+    Work operator()(
+        torch::Tensor& out, const torch::Tensor& in, ProcessGroup& group, bool) override {
+      return group.all_gather_async(out, in);
+    }
+    int calls = 0;
+  };
+  run_ranks(2, [](int) {
+    for (const std::optional<torch::Dtype> dtype :
+         {std::optional<torch::Dtype>(), std::optional(torch::kBFloat16)}) {
+      auto net = seeded<MLP>(4);
+      auto root = fully_shard(net, {.mp_policy = {.param_dtype = dtype}});
+      const auto comm = std::make_shared<OneBuffer>();
+      root.set_custom_all_gather(comm);
+      root.unshard();
+      EXPECT_EQ(comm->calls, 1);
+    }
+  });
+}
+
 } // namespace
 } // namespace fsdp

@@ -324,7 +324,11 @@ const std::vector<Fault> kFaults{
     {"post_all_gather of 'in_proj.weight'", Faulty().spoil,
      [](const torch::Tensor& whole, torch::Tensor& out) { out = whole.clone(); }},
     {"post_all_gather of 'in_proj.weight'", Faulty().spoil,
-     [](const torch::Tensor&, torch::Tensor& out) { out.resize_({1}); }}};
+     [](const torch::Tensor&, torch::Tensor& out) { out.resize_({1}); }},
+    {"post_all_gather of 'in_proj.weight'", Faulty().spoil,
+     [](const torch::Tensor& whole, torch::Tensor& out) { out.set_data(whole.clone()); }},
+    {"post_all_gather of 'in_proj.weight'", Faulty().spoil,
+     [](const torch::Tensor& whole, torch::Tensor& out) { out.set_(whole.clone()); }}};
 
 TEST(FaultyExtensions, AreNamedAndLeaveTheModelUsable) {
   run_ranks(2, [](int) {

@@ -414,5 +414,52 @@ TEST(MetaDevice, AParameterMayBeComputedFromOthers) {
   });
 }
 
+TEST(Unfilled, AlsoIfItWasShardedAfterwards) {
+  run_ranks(2, [](int) {
+    auto net = on_meta<TwoMLPs>(4);
+    to_empty(net, torch::kCPU);
+    net->first->buffer.fill_(1);
+    shard(net);
+    const auto message = message_of<c10::Error>([&] { net(torch::ones({2, 4})); });
+    EXPECT_TRUE(contains(message, "0.in_proj.weight"));
+    EXPECT_FALSE(contains(message, "0.buffer"));
+    init_parameters(net, fill_randomly);
+    EXPECT_FALSE(net(torch::ones({2, 4})).isnan().any().item<bool>());
+  });
+}
+
+TEST(Unfilled, AlsoIfItWasCastSince) {
+  run_ranks(2, [](int) {
+    for (const auto dtype : {torch::kDouble, torch::kBFloat16}) {
+      auto net = on_meta<TwoMLPs>(4);
+      shard(net, {.mesh = init_device_mesh(torch::kCPU, {2})});
+      to_empty(net, torch::kCPU);
+      init_parameters(net, fill_randomly);
+      net->to(dtype);
+      EXPECT_TRUE(
+          contains(message_of<c10::Error>([&] { net(torch::ones({2, 4}, dtype)); }), "0.buffer"));
+      net->first->buffer.fill_(std::numeric_limits<double>::quiet_NaN()); // as the user likes
+      net(torch::ones({2, 4}, dtype));
+    }
+  });
+}
+
+TEST(Unfilled, BuffersThatAreStillOnMetaAreNamed) {
+  run_ranks(2, [](int) {
+    auto net = on_meta<TwoMLPs>(4);
+    shard(net, {.mesh = init_device_mesh(torch::kCPU, {2})});
+    to_empty(net->second, torch::kCPU);
+    to_empty(net->first->in_proj, torch::kCPU);
+    to_empty(net->first->out_proj, torch::kCPU);
+    init_parameters(net, fill_randomly);
+    EXPECT_TRUE(contains(
+        message_of<c10::Error>([&] { net(torch::ones({2, 4})); }),
+        "still on the meta device: 0.buffer;"));
+    to_empty(net, torch::kCPU);
+    net->first->buffer.fill_(1);
+    net(torch::ones({2, 4}));
+  });
+}
+
 } // namespace
 } // namespace fsdp

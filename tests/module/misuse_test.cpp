@@ -460,5 +460,34 @@ TEST(Misuse, CustomBuffersAreUsedForNeighboursToo) {
   });
 }
 
+TEST(Misuse, HalfAModelOnMetaIsRefusedBeforeAnythingChanges) {
+  run_ranks(2, [](int) {
+    auto net = seeded<Stack>(4, 2);
+    auto& late = net->mlps[1]->in_proj->bias;
+    late.set_requires_grad(false);
+    late.unsafeGetTensorImpl()->shallow_copy_from(
+        torch::empty_like(late, torch::kMeta).getIntrusivePtr());
+    EXPECT_TRUE(contains(
+        message_of<c10::ValueError>([&] { fully_shard(net); }), "'1.in_proj.bias' is on the meta"));
+    EXPECT_FALSE(is_fsdp_module(net));
+    EXPECT_EQ(net->mlps[0]->in_proj->weight.sizes(), (std::vector<int64_t>{16, 4}));
+  });
+}
+
+TEST(Misuse, GradientsFromBeforeShardingAreGone) {
+  run_ranks(2, [](int) {
+    auto net = seeded<Stack>(4);
+    auto reference = seeded<Stack>(4);
+    net(random_batch(7, {2, 4})).sum().backward();
+    fully_shard(net);
+    for (const auto& param : net->parameters()) {
+      EXPECT_FALSE(param.grad().defined());
+    }
+    train_and_compare(net, reference, [](Stack& each, int step) {
+      return each(random_batch(step, {2, 4})).sum();
+    });
+  });
+}
+
 } // namespace
 } // namespace fsdp

@@ -455,5 +455,58 @@ TEST(MixedPrecision, DtypesThatAreNotFloatingPointAreRefused) {
   });
 }
 
+// What is gathered has fewer digits than the shards.
+TEST(MixedPrecision, ModuleToWhileParametersAreWholeKeepsTheShards) {
+  for (const int n : {1, 2}) {
+    run_ranks(n, [](int) {
+      for (const auto dtype : {torch::kFloat, torch::kDouble}) {
+        auto net = seeded<MLP>(4);
+        const auto whole = seeded<MLP>(4);
+        auto root = fully_shard(net, {.mp_policy = {.param_dtype = torch::kBFloat16}});
+        for (const bool by_forward : {true, false}) {
+          by_forward ? (void)net(torch::ones({2, 4})) : (void)root.unshard();
+          net->to(dtype);
+          root.reshard();
+          for (const auto& item : net->named_parameters()) {
+            const auto expected = whole->named_parameters()[item.key()].detach().to(dtype);
+            EXPECT_SAME(as_dtensor(item.value()).to_local(), part_of(expected, item.value()));
+          }
+        }
+      }
+    });
+  }
+}
+
+TEST(MixedPrecision, ComplexParametersKeepTheirDtype) {
+  struct PhaseImpl : torch::nn::Module {
+    torch::Tensor forward(const torch::Tensor& x) {
+      return (torch::view_as_real(phase).sum(-1) * scale * x).sum();
+    }
+    torch::Tensor phase = register_parameter("phase", torch::ones({6}, torch::kComplexFloat));
+    torch::Tensor scale = register_parameter("scale", torch::ones({6}));
+  };
+  struct Phase : Holder<PhaseImpl> {
+    using Holder<PhaseImpl>::Holder;
+  };
+  run_ranks(2, [](int rank) {
+    Phase net(std::make_shared<Hooked<PhaseImpl>>());
+    fully_shard(net, {.mp_policy = {.reduce_dtype = torch::kBFloat16}});
+    net(torch::full({6}, 1.0 + rank)).backward();
+    EXPECT_SAME(net->scale.grad(), torch::full({3}, 1.5f));
+    EXPECT_SAME(torch::view_as_real(net->phase.grad()).contiguous(), torch::full({3, 2}, 1.5f));
+  });
+}
+
+TEST(MixedPrecision, SumsInEightBitsAreRefused) {
+  run_ranks(2, [](int) {
+    auto net = seeded<MLP>(4);
+    EXPECT_TRUE(contains(
+        message_of<c10::ValueError>(
+            [&] { fully_shard(net, {.mp_policy = {.reduce_dtype = torch::kFloat8_e4m3fn}}); }),
+        "sums cannot be computed"));
+    EXPECT_FALSE(is_fsdp_module(net));
+  });
+}
+
 } // namespace
 } // namespace fsdp
