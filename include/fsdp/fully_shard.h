@@ -22,8 +22,9 @@
 namespace fsdp {
 
 struct FullyShardOptions {
-  /// One axis; by default all ranks of the world, on the parameters' device, or
-  /// the accelerator if there is one for parameters on meta.
+  /// One axis, over which parameters are sharded; or two with names, of replicas
+  /// and of shards (HSDP). By default all ranks of the world, on the parameters'
+  /// device, or the accelerator if there is one for parameters on meta.
   std::optional<DeviceMesh> mesh = {};
   ReshardAfterForward reshard_after_forward = {};
   /// How to shard each parameter; along dim 0 without a function or value.
@@ -32,6 +33,14 @@ struct FullyShardOptions {
   MixedPrecisionPolicy mp_policy = {};
   AnyOffloadPolicy offload_policy = {};
   /// Left alone completely.
+  std::vector<at::Tensor> ignored_params = {};
+};
+
+struct ReplicateOptions {
+  /// One axis, of replicas; by default all ranks of the world.
+  std::optional<DeviceMesh> mesh = {};
+  MixedPrecisionPolicy mp_policy = {};
+  AnyOffloadPolicy offload_policy = {};
   std::vector<at::Tensor> ignored_params = {};
 };
 
@@ -77,6 +86,9 @@ class FSDP_API FSDPModule {
   void set_is_last_backward(bool is_last_backward);
   /// False: backward leaves the gradients unreduced; the next backward adds.
   void set_requires_gradient_sync(bool requires_gradient_sync, bool recurse = true);
+  /// False: backward leaves the gradients reduced among the ranks of one replica
+  /// only (HSDP); the next backward adds.
+  void set_requires_all_reduce(bool requires_all_reduce, bool recurse = true);
   void set_reshard_after_forward(bool reshard_after_forward, bool recurse = true);
   /// False keeps the parameters in memory between microbatches.
   void set_reshard_after_backward(bool reshard_after_backward, bool recurse = true);
@@ -108,6 +120,11 @@ class FSDP_API FSDPModule {
 
   void set_custom_all_gather(std::shared_ptr<AllGather> comm);
   void set_custom_reduce_scatter(std::shared_ptr<ReduceScatter> comm);
+  /// Is given the reduced flat gradients, before they become the parameters', to
+  /// reduce them further in place; on a stream of its own, unless the mesh has
+  /// replicas.
+  void set_all_reduce_hook(
+      std::function<void(at::Tensor&)> hook, std::optional<c10::Stream> stream = {});
   /// Buffers from the process group's own memory, where its backend has such.
   void set_allocate_memory_from_process_group_for_comm(bool enable);
 
@@ -147,6 +164,11 @@ template <std::ranges::input_range Range>
 FSDPModule fully_shard(Range&& modules, const FullyShardOptions& options = {}) {
   return detail::fully_shard_all({std::ranges::begin(modules), std::ranges::end(modules)}, options);
 }
+
+/// Keeps the parameters of `module` whole on every rank, and averages their
+/// gradients over all: data parallel, by the same engine. May be nested with
+/// fully_shard in one model.
+FSDP_API FSDPModule replicate(ModuleRef module, const ReplicateOptions& options = {});
 
 /// These roots use the streams, buffers and order of the first: for parts of
 /// one model that have no common root. An empty list does nothing.

@@ -49,6 +49,10 @@ Reducing start_reduce(
   if (request.factors.pre) {
     reducing.input.div_(*request.factors.pre);
   }
+  if (num_ranks == 1) { // for the replicas
+    reducing.output = reducing.input;
+    return reducing;
+  }
   reducing.output = comm.allocate({shard_numel}, options);
   reducing.work = comm(
       reducing.output, reducing.input, group, request.factors.reduce_scatter_op,

@@ -14,6 +14,7 @@ void CommContext::lazy_init(c10::Device device) {
   copy_in_ = new_stream(device, /*high_priority=*/true);
   all_gather_ = new_stream(device, /*high_priority=*/true);
   reduce_scatter_ = new_stream(device, /*high_priority=*/true);
+  all_reduce_ = new_stream(device, /*high_priority=*/false);
 }
 
 // ------------------------------------------------------------ Gathers
@@ -44,16 +45,30 @@ void CommContext::release_parked() {
 
 // ------------------------------------------------------------ Reductions
 
-void CommContext::add_reduction(std::weak_ptr<FSDPParamGroup> group) {
-  reductions_.push_back(std::move(group));
+void CommContext::add_reduce_scatter(std::weak_ptr<FSDPParamGroup> group) {
+  reduce_scatters_.push_back(std::move(group));
 }
 
-void CommContext::finish_reductions(size_t max_left) {
-  while (reductions_.size() > max_left) {
-    const auto group = reductions_.front().lock();
-    reductions_.pop_front();
+void CommContext::add_all_reduce(std::weak_ptr<FSDPParamGroup> group) {
+  all_reduces_.push_back(std::move(group));
+}
+
+void CommContext::finish_reduce_scatters(size_t max_left) {
+  while (reduce_scatters_.size() > max_left) {
+    const auto group = reduce_scatters_.front().lock();
+    reduce_scatters_.pop_front();
     if (group) {
-      group->finish_reduction();
+      group->finish_reduce_scatter();
+    }
+  }
+}
+
+void CommContext::finish_all_reduces(size_t max_left) {
+  while (all_reduces_.size() > max_left) {
+    const auto group = all_reduces_.front().lock();
+    all_reduces_.pop_front();
+    if (group) {
+      group->finish_all_reduce();
     }
   }
 }
@@ -82,7 +97,8 @@ std::shared_ptr<ForwardRecord> CommContext::forward_before(const ForwardRecord& 
 
 void CommContext::reset() {
   release_parked();
-  reductions_.clear();
+  reduce_scatters_.clear();
+  all_reduces_.clear();
   order_.clear();
 }
 

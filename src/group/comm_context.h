@@ -60,11 +60,16 @@ class CommContext {
   const OptionalStream& reduce_scatter_stream() const {
     return reduce_scatter_;
   }
-  /// Reductions that were started and not finished, oldest first. A group is
-  /// there once per reduction.
-  void add_reduction(std::weak_ptr<FSDPParamGroup> group);
+  const OptionalStream& all_reduce_stream() const {
+    return all_reduce_;
+  }
+  /// Reductions over the shards' ranks, and then over replicas, that were
+  /// started and not finished, oldest first. A group is there once for each.
+  void add_reduce_scatter(std::weak_ptr<FSDPParamGroup> group);
+  void add_all_reduce(std::weak_ptr<FSDPParamGroup> group);
   /// Finishes the oldest until at most so many are left.
-  void finish_reductions(size_t max_left);
+  void finish_reduce_scatters(size_t max_left);
+  void finish_all_reduces(size_t max_left);
   size_t max_input_buffers = 1;
 
   /// Appends to the order of forwards.
@@ -92,8 +97,10 @@ class CommContext {
   OptionalStream copy_in_;
   OptionalStream all_gather_;
   OptionalStream reduce_scatter_;
+  OptionalStream all_reduce_;
   std::optional<Parked> parked_;
-  std::deque<std::weak_ptr<FSDPParamGroup>> reductions_;
+  std::deque<std::weak_ptr<FSDPParamGroup>> reduce_scatters_;
+  std::deque<std::weak_ptr<FSDPParamGroup>> all_reduces_;
   std::vector<std::weak_ptr<ForwardRecord>> order_;
 };
 

@@ -67,6 +67,7 @@ void FSDPParamGroup::visit_memory(const MemoryVisitor& visit) const {
   for (const auto& param : params_) {
     visit(&MemoryStats::shards, param->tensor()); // put there by somebody, and not adopted yet
     visit(&MemoryStats::gradients, param->unsharded_grad());
+    visit(&MemoryStats::gradients, param->partial_grad);
     visit(&MemoryStats::gradients, param->tensor().grad());
   }
   // Behind the shards: these may be the input of the gather.
@@ -85,9 +86,11 @@ void FSDPParamGroup::visit_memory(const MemoryVisitor& visit) const {
       visit(&MemoryStats::communication, tensor);
     }
   }
-  for (const auto& reduction : reductions_) {
-    visit(&MemoryStats::communication, reduction.reducing.input);
-    visit(&MemoryStats::communication, reduction.reducing.output);
+  for (const auto* reductions : {&reduce_scatters_, &all_reduces_}) {
+    for (const auto& reduction : *reductions) {
+      visit(&MemoryStats::communication, reduction.reducing.input);
+      visit(&MemoryStats::communication, reduction.reducing.output);
+    }
   }
 }
 

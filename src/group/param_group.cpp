@@ -16,8 +16,8 @@ namespace fsdp::detail {
 
 // ------------------------------------------------------------ Initialization
 
-void check_shardable(const ParamSpec& spec, const DeviceMesh& mesh) {
-  const auto group = mesh.get_group();
+void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh) {
+  const auto& group = mesh.shard_group;
   (void)shard_geometry(
       spec.name, spec.param.sizes().vec(), spec.shard_dim, group.size(), group.rank());
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -28,12 +28,13 @@ void check_shardable(const ParamSpec& spec, const DeviceMesh& mesh) {
 
 FSDPParamGroup::FSDPParamGroup(
     const std::vector<ParamSpec>& params,
-    const DeviceMesh& mesh,
+    const DataParallelMesh& mesh,
     std::string name,
     const GroupPolicy& policy)
     : name_(std::move(name)),
       mesh_(mesh),
-      group_(mesh.get_group()),
+      group_(mesh.shard_group),
+      replicate_group_(mesh.replicate_group),
       reduce_group_(group_),
       post_forward_ranks_(group_.size()),
       param_dtype_(policy.precision.param_dtype),
@@ -41,7 +42,7 @@ FSDPParamGroup::FSDPParamGroup(
           std::holds_alternative<CPUOffloadPolicy>(policy.offload)
               ? std::optional(std::get<CPUOffloadPolicy>(policy.offload))
               : std::nullopt),
-      compute_device_(current_device(mesh.device_type())) {
+      compute_device_(current_device(mesh.mesh.device_type())) {
   TORCH_CHECK_VALUE(!params.empty(), "[fully_shard] group '", name_, "' has no parameters");
   if (policy.precision.reduce_dtype != param_dtype_) { // else gradients are computed in it
     reduce_dtype = policy.precision.reduce_dtype;
@@ -170,9 +171,9 @@ void FSDPParamGroup::lazy_init() {
       join(on_meta), "; give them memory (fsdp::to_empty) and values first");
   const auto device = params_.front()->tensor().device();
   TORCH_CHECK_VALUE(
-      offload_ || device.type() == mesh_.device_type(), "[fully_shard] parameter '",
+      offload_ || device.type() == compute_device_.type(), "[fully_shard] parameter '",
       params_.front()->name(), "' is on ", device, ", but the mesh is of ",
-      c10::DeviceTypeName(mesh_.device_type(), /*lower_case=*/true),
+      c10::DeviceTypeName(compute_device_.type(), /*lower_case=*/true),
       "; move the module there, or shard it over a mesh of its device");
   if (was_changed()) {
     to_sharded(); // adopts
@@ -257,6 +258,13 @@ void FSDPParamGroup::allocate_from_process_group(bool enable) {
       "' is custom: give the custom one an allocate() of its own");
   all_gather_ = enable ? process_group_all_gather(group_) : default_all_gather();
   reduce_scatter_ = enable ? process_group_reduce_scatter(reduce_group_) : default_reduce_scatter();
+}
+
+void FSDPParamGroup::set_all_reduce_hook(
+    std::function<void(at::Tensor&)> hook, OptionalStream stream) {
+  TORCH_CHECK_VALUE(!stream || !replicate_group_, "stream cannot be set when using native HSDP");
+  all_reduce_hook_ = std::move(hook);
+  all_reduce_hook_stream_ = stream;
 }
 
 void FSDPParamGroup::set_separate_reduce_scatter_group(bool enable) {

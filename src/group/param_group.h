@@ -53,7 +53,7 @@ class LiveGroup {
 };
 
 /// Throws what making a group of it would throw, before anything is changed.
-void check_shardable(const ParamSpec& spec, const DeviceMesh& mesh);
+void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh);
 
 // Note [Where a group's parameters are]
 //
@@ -73,12 +73,11 @@ enum class ShardedState : std::uint8_t { Sharded, ShardedPostForward, Unsharded 
 /// face; see Note [Flat layout of a group].
 class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
  public:
-  /// Shards `params` over `mesh`, which has one axis: each keeps this rank's
-  /// part only. They are on one device; dtypes may differ, and are then
-  /// gathered as bytes.
+  /// Shards `params` over `mesh`: each keeps this rank's part only. They are on one device; dtypes
+  /// may differ, and are then gathered as bytes.
   FSDPParamGroup(
       const std::vector<ParamSpec>& params,
-      const DeviceMesh& mesh,
+      const DataParallelMesh& mesh,
       std::string name,
       const GroupPolicy& policy = {});
 
@@ -141,8 +140,9 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   /// parameter has a gradient.
   void post_backward();
   bool has_unsharded_grads() const;
-  /// Ends the oldest of this group's reductions.
-  void finish_reduction();
+  /// Ends the oldest of this group's reductions; see Note [Two reductions].
+  void finish_reduce_scatter();
+  void finish_all_reduce();
   /// The sharded face is shown. After the last backward, nothing is pending.
   void end_backward(bool is_last);
   /// Forgets a gather that nobody waited for.
@@ -168,6 +168,9 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   void set_custom(std::shared_ptr<ReduceScatter> comm_object);
   /// Refused where one of them is custom.
   void allocate_from_process_group(bool enable);
+  /// Is given the flat reduced gradients, to reduce them further; on a stream
+  /// of its own, if given. Refused with a stream where there are replicas.
+  void set_all_reduce_hook(std::function<void(at::Tensor&)> hook, OptionalStream stream);
   /// A process group of its own for reductions. Collective.
   void set_separate_reduce_scatter_group(bool enable);
 
@@ -177,6 +180,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
 
   TrainingState training_state = TrainingState::Idle;
   bool reduce_grads = true;
+  bool all_reduce_grads = true; // over replicas
   bool reshard_after_backward = true;
   bool unshard_in_backward = true;
   bool reduce_scatter_unused_params = false;
@@ -191,6 +195,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
     Reducing reducing;
     ReduceRequest request;
     std::vector<FSDPParam*> params;
+    bool all_reduce = true;
   };
   /// What extensions sent in the gather that is pending.
   struct Payload {
@@ -215,8 +220,14 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   at::ScalarType gather_dtype(const FSDPParam& param) const;
   /// In which its gradient is reduced.
   at::ScalarType wire_dtype(const FSDPParam& param) const;
+  bool is_reduced(const FSDPParam& param) const;
   void reduce_all();
   void reduce(at::ScalarType dtype);
+  void start_all_reduce(Reduction reduction);
+  static void add_partial_grads(const Reduction& reduction);
+  static void keep_partial_grads(const Reduction& reduction);
+  void call_all_reduce_hook(at::Tensor& flat, const OptionalStream& current);
+  void finish_grads(Reduction& reduction);
   at::Tensor to_shards(const at::Tensor& flat, const Reduction& reduction);
   /// Nothing to communicate.
   bool alone() const {
@@ -225,8 +236,9 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
 
   std::string name_;
   std::string label_; // of ranges: " (name)", and the size of one of several
-  const DeviceMesh mesh_;
-  const ProcessGroup group_;
+  const DataParallelMesh mesh_;
+  const ProcessGroup group_; // of the shards
+  const std::optional<ProcessGroup> replicate_group_;
   ProcessGroup reduce_group_;
   std::vector<std::unique_ptr<FSDPParam>> params_;
   ShardedState sharded_state_ = ShardedState::Sharded;
@@ -239,6 +251,8 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   std::shared_ptr<ReduceScatter> reduce_scatter_ = default_reduce_scatter();
   bool custom_all_gather_ = false;
   bool custom_reduce_scatter_ = false;
+  std::function<void(at::Tensor&)> all_reduce_hook_;
+  OptionalStream all_reduce_hook_stream_;
 
   const std::optional<at::ScalarType> param_dtype_; // else the parameters' own
   const std::optional<CPUOffloadPolicy> offload_;
@@ -255,7 +269,8 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   std::optional<Gathered> pending_;
   bool prefetched_ = false; // by a forward, not by the user
   std::vector<Payload> payloads_;
-  std::deque<Reduction> reductions_;
+  std::deque<Reduction> reduce_scatters_;
+  std::deque<Reduction> all_reduces_;
   // Of offloaded groups: copies between host and device that were started.
   StreamEvent copied_in_;
   StreamEvent grads_on_host_;

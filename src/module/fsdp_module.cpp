@@ -101,7 +101,14 @@ void FSDPModule::set_is_last_backward(bool is_last_backward) {
 }
 
 void FSDPModule::set_requires_gradient_sync(bool requires_gradient_sync, bool recurse) {
-  for_each_group(recurse, [&](auto& group) { group.reduce_grads = requires_gradient_sync; });
+  for_each_group(recurse, [&](auto& group) {
+    group.reduce_grads = requires_gradient_sync;
+    group.all_reduce_grads = requires_gradient_sync;
+  });
+}
+
+void FSDPModule::set_requires_all_reduce(bool requires_all_reduce, bool recurse) {
+  for_each_group(recurse, [&](auto& group) { group.all_reduce_grads = requires_all_reduce; });
 }
 
 void FSDPModule::set_reshard_after_forward(bool reshard_after_forward, bool recurse) {
@@ -186,6 +193,13 @@ void FSDPModule::set_custom_reduce_scatter(std::shared_ptr<ReduceScatter> comm) 
   TORCH_CHECK_VALUE(comm, "[FSDPModule] set_custom_reduce_scatter: a null pointer");
   if (auto* group = only_group(*state(), "set_custom_reduce_scatter")) {
     group->set_custom(std::move(comm));
+  }
+}
+
+void FSDPModule::set_all_reduce_hook(
+    std::function<void(at::Tensor&)> hook, std::optional<c10::Stream> stream) {
+  if (auto* group = only_group(*state(), "set_all_reduce_hook")) {
+    group->set_all_reduce_hook(std::move(hook), stream);
   }
 }
 

@@ -39,7 +39,7 @@ namespace {
 
 // ------------------------------------------------------------ Validation
 
-void check_module(const ModuleRef& module) {
+void check_module(const ModuleRef& module, const char* function) {
   const auto type = detail::type_name(*module);
   const auto* hookable = dynamic_cast<const Hookable*>(&*module);
   const bool is_container = dynamic_cast<const torch::nn::ModuleListImpl*>(&*module) ||
@@ -58,8 +58,8 @@ void check_module(const ModuleRef& module) {
       hookable || !module->weak_from_this().expired(), "[fully_shard] by_call needs a ", type,
       " that a holder or a shared_ptr owns");
   TORCH_CHECK_VALUE(
-      !detail::state_of(*module), "[fully_shard] can only be applied to a module once: this ", type,
-      " is sharded already");
+      !detail::state_of(*module), "[", function, "] can only be applied to a module once: this ",
+      type, " is already managed by fully_shard or replicate");
 }
 
 void check_mesh(const DeviceMesh& mesh) {
@@ -69,8 +69,6 @@ void check_mesh(const DeviceMesh& mesh) {
   TORCH_CHECK_VALUE(
       mesh.ndim() == 1 || !mesh.names().empty(),
       "[fully_shard] please init the 2D mesh for HSDP with mesh_dim_names specified: ", mesh.str());
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      mesh.ndim() == 1, "[fully_shard] a 2D mesh (HSDP) is not supported yet: ", mesh.str());
 }
 
 void check_precision(const MixedPrecisionPolicy& policy, const std::string& name) {
@@ -185,25 +183,29 @@ void move_buffers(const std::vector<ModuleRef>& modules, c10::Device device) {
 /// One group per mesh, in the order in which these come up.
 FSDPState::Groups make_groups(
     const std::vector<Candidate>& params,
-    const DeviceMesh& mesh,
+    const detail::DataParallelMesh& mesh,
     const FullyShardOptions& options,
     const std::string& name) {
-  std::vector<std::pair<DeviceMesh, std::vector<detail::ParamSpec>>> by_mesh;
+  std::vector<std::pair<detail::DataParallelMesh, std::vector<detail::ParamSpec>>> by_mesh;
   for (const auto& [param_name, param] : params) {
     const auto placement =
         options.shard_placement_fn ? options.shard_placement_fn(param_name, param) : std::nullopt;
-    const auto& over = placement && placement->mesh ? *placement->mesh : mesh;
+    if (placement && placement->mesh) {
+      check_mesh(*placement->mesh);
+    }
+    const auto over =
+        placement && placement->mesh ? detail::DataParallelMesh(*placement->mesh) : mesh;
     auto found = std::find_if(by_mesh.begin(), by_mesh.end(), [&](const auto& item) {
-      return item.first.get_group() == over.get_group();
+      return item.first.shard_group == over.shard_group &&
+             item.first.replicate_group == over.replicate_group;
     });
     if (found == by_mesh.end()) {
-      check_mesh(over);
       found = by_mesh.insert(by_mesh.end(), {over, {}});
     }
     found->second.push_back({param, param_name, placement ? placement->dim : 0});
   }
   for (const auto& [over, specs] : by_mesh) { // all checks come before the first change
-    (void)options.reshard_after_forward.ranks(over.get_group().size());
+    (void)options.reshard_after_forward.ranks(over.shard_group.size());
     for (const auto& spec : specs) {
       detail::check_shardable(spec, over);
       TORCH_CHECK_VALUE(
@@ -217,7 +219,7 @@ FSDPState::Groups make_groups(
   const detail::GroupPolicy policy{options.mp_policy, options.offload_policy};
   FSDPState::Groups groups;
   for (const auto& [over, specs] : by_mesh) {
-    const auto home = offload ? at::kCPU : detail::current_device(over.device_type());
+    const auto home = offload ? at::kCPU : detail::current_device(over.mesh.device_type());
     for (const auto& spec : specs) {
       move_to(spec.param, home);
     }
@@ -232,18 +234,25 @@ FSDPState::Groups make_groups(
 
 // ------------------------------------------------------------ fully_shard
 
-FSDPModule detail::fully_shard_all(
-    const std::vector<ModuleRef>& modules, const FullyShardOptions& options) {
+namespace {
+
+enum class Kind : std::uint8_t { FullyShard, Replicate };
+
+FSDPModule manage(
+    const std::vector<ModuleRef>& modules, const FullyShardOptions& options, Kind kind) {
   TORCH_CHECK_VALUE(!modules.empty(), "[fully_shard] the list of modules is empty");
+  const bool replicated = kind == Kind::Replicate;
   for (const auto& module : modules) {
-    check_module(module);
+    check_module(module, replicated ? "replicate" : "fully_shard");
     detail::check_members(*module);
   }
   const auto roots = outermost(modules);
   const auto params = unmanaged_params(roots, options);
-  const auto mesh = mesh_of(options, params);
-  const auto device = detail::current_device(mesh.device_type());
-  (void)options.reshard_after_forward.ranks(mesh.get_group().size()); // without parameters too
+  const auto device_mesh = mesh_of(options, params);
+  const auto mesh = replicated ? detail::DataParallelMesh::replicated(device_mesh)
+                               : detail::DataParallelMesh(device_mesh);
+  const auto device = detail::current_device(device_mesh.device_type());
+  (void)options.reshard_after_forward.ranks(mesh.shard_group.size()); // without parameters too
   std::vector<std::string> types;
   std::vector<const void*> addresses;
   for (const auto& root : roots) {
@@ -263,6 +272,23 @@ FSDPModule detail::fully_shard_all(
     detail::set_state(*root, state);
   }
   return FSDPModule(state);
+}
+
+} // namespace
+
+FSDPModule detail::fully_shard_all(
+    const std::vector<ModuleRef>& modules, const FullyShardOptions& options) {
+  return manage(modules, options, Kind::FullyShard);
+}
+
+FSDPModule replicate(ModuleRef module, const ReplicateOptions& options) {
+  return manage(
+      {module},
+      {.mesh = options.mesh,
+       .mp_policy = options.mp_policy,
+       .offload_policy = options.offload_policy,
+       .ignored_params = options.ignored_params},
+      Kind::Replicate);
 }
 
 FSDPModule fully_shard(ModuleRef module, const FullyShardOptions& options) {

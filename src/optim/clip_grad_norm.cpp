@@ -89,7 +89,7 @@ std::vector<Sharing> sharings_of(const std::vector<Part>& parts) {
   std::vector<Sharing> sharings;
   for (const auto i : c10::irange(parts.size())) {
     const auto* manager = parts[i].manager;
-    const auto group = manager ? manager->mesh().get_group() : ProcessGroup();
+    const auto group = manager ? manager->mesh().shard_group : ProcessGroup();
     if (!manager || group.size() == 1) {
       continue; // this rank has it all
     }
@@ -99,7 +99,7 @@ std::vector<Sharing> sharings_of(const std::vector<Part>& parts) {
     if (found == sharings.end()) {
       // An offloaded shard is not where its group communicates.
       const auto device = manager->tensor().device();
-      const auto type = manager->mesh().device_type();
+      const auto type = manager->mesh().mesh.device_type();
       sharings.push_back({group, device.type() == type ? device : at::Device(type), {}});
       found = sharings.end() - 1;
     }

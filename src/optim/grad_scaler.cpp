@@ -84,11 +84,11 @@ at::Tensor share(at::Tensor flag, const ParamGroups& groups) {
       if (!manager) {
         continue;
       }
-      const auto ranks = manager->mesh().get_group();
+      const auto ranks = manager->mesh().shard_group;
       if (ranks.size() == 1 || std::find(done.begin(), done.end(), ranks) != done.end()) {
         continue;
       }
-      const auto type = manager->mesh().device_type();
+      const auto type = manager->mesh().mesh.device_type();
       flag = flag.to(home.type() == type ? home : at::Device(type));
       ranks.all_reduce(flag, ReduceOp::Max);
       done.push_back(ranks);

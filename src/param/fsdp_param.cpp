@@ -72,9 +72,10 @@ class UnshardedAccumulator : public autograd::Node {
   const std::weak_ptr<FSDPParam::Slot> slot_;
 };
 
-FSDPParam::FSDPParam(at::Tensor param, std::string name, DeviceMesh mesh, ShardGeometry geometry)
+FSDPParam::FSDPParam(
+    at::Tensor param, std::string name, const DataParallelMesh& mesh, ShardGeometry geometry)
     : param_(std::move(param)),
-      mesh_(std::move(mesh)),
+      mesh_(mesh),
       geometry_(std::move(geometry)),
       sharded_version_(0u),
       unsharded_version_(kFirstUnshardedVersion),
@@ -210,7 +211,7 @@ void FSDPParam::add_sharded_grad(const at::Tensor& grad) {
 AllGatherInfo FSDPParam::gather_info() const {
   return {
       .name = name(),
-      .mesh = mesh_,
+      .mesh = mesh_.shard_mesh().value_or(mesh_.mesh),
       .sizes = geometry_.sizes,
       .shard_dim = geometry_.dim,
       .param_dtype = unsharded_.scalar_type()};

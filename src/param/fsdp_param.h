@@ -9,6 +9,7 @@
 #include <string>
 
 #include "param/autograd_compat.h"
+#include "param/data_parallel_mesh.h"
 #include "param/shard_geometry.h"
 
 namespace fsdp::detail {
@@ -46,8 +47,9 @@ enum class Face : std::uint8_t { Sharded, Unsharded };
 /// unsharded one until it is reduced.
 class FSDPParam {
  public:
-  /// Takes a whole, contiguous parameter; its shard is divided over `mesh`.
-  FSDPParam(at::Tensor param, std::string name, DeviceMesh mesh, ShardGeometry geometry);
+  /// Takes a whole, contiguous parameter, of which this rank keeps its part.
+  FSDPParam(
+      at::Tensor param, std::string name, const DataParallelMesh& mesh, ShardGeometry geometry);
   ~FSDPParam();
   FSDPParam(FSDPParam&&) = delete; // known by address
 
@@ -63,7 +65,7 @@ class FSDPParam {
   const ShardGeometry& geometry() const {
     return geometry_;
   }
-  const DeviceMesh& mesh() const {
+  const DataParallelMesh& mesh() const {
     return mesh_;
   }
   /// The user's tensor.
@@ -120,6 +122,9 @@ class FSDPParam {
   void set_on_grad(std::function<void()> on_grad) {
     slot_->on_grad = std::move(on_grad);
   }
+  /// Reduced over the shards' ranks, but not over the replicas yet; in the reduce
+  /// dtype.
+  at::Tensor partial_grad;
   /// Adds `grad` to `.grad`, or makes it that, and calls the parameter's
   /// post-accumulate-grad hooks.
   void add_sharded_grad(const at::Tensor& grad);
@@ -139,7 +144,7 @@ class FSDPParam {
   };
 
   const at::Tensor param_;
-  const DeviceMesh mesh_;
+  const DataParallelMesh mesh_;
   const ShardGeometry geometry_;
   Face face_ = Face::Sharded;
 

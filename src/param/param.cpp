@@ -35,7 +35,8 @@ struct PostAccumulateHooks : torch::autograd::PostAccumulateGradHook {
 
 DTensor with_placement(const at::Tensor& local, const detail::FSDPParam& param) {
   return DTensor::from_local(
-      local, param.mesh(), {Shard{param.geometry().dim}}, param.geometry().sizes);
+      local, param.mesh().mesh, param.mesh().placements(param.geometry().dim),
+      param.geometry().sizes);
 }
 
 } // namespace

@@ -124,7 +124,8 @@ void FSDPState::finish_states(
       }
     }
   }
-  comm.finish_reductions(0);
+  comm.finish_reduce_scatters(0);
+  comm.finish_all_reduces(0);
   for (const auto& state : states) {
     for (const auto& group : state->groups_) {
       group->end_backward(is_last);

@@ -47,7 +47,7 @@ struct Made {
   /// What a backward ends with.
   void reduce_grads() {
     group->post_backward();
-    group->comm->finish_reductions(0);
+    group->comm->finish_reduce_scatters(0);
     group->end_backward(/*is_last=*/true);
   }
 

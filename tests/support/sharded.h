@@ -59,12 +59,17 @@ FSDP_MODULE(Stack);
 /// The part of `whole` that this rank holds of the sharded `param`.
 inline torch::Tensor part_of(const torch::Tensor& whole, const torch::Tensor& param) {
   const auto spread = as_dtensor(param);
-  const auto dim = std::get<Shard>(spread.placements().front()).dim;
-  const auto ranks = spread.device_mesh().size();
-  const auto rank = spread.device_mesh().get_local_rank();
-  const auto chunk = (whole.size(dim) + ranks - 1) / ranks;
-  const auto start = std::min(whole.size(dim), chunk * rank);
-  return whole.narrow(dim, start, std::min(chunk, whole.size(dim) - start));
+  auto part = whole;
+  for (int64_t axis = 0; axis < spread.device_mesh().ndim(); ++axis) {
+    if (const auto* shard = std::get_if<Shard>(&spread.placements()[axis])) {
+      const auto ranks = spread.device_mesh().size(axis);
+      const auto chunk = (part.size(shard->dim) + ranks - 1) / ranks;
+      const auto start =
+          std::min(part.size(shard->dim), chunk * spread.device_mesh().get_local_rank(axis));
+      part = part.narrow(shard->dim, start, std::min(chunk, part.size(shard->dim) - start));
+    }
+  }
+  return part;
 }
 
 inline testing::AssertionResult near(
