@@ -301,9 +301,8 @@ FSDPModule fully_shard(std::initializer_list<ModuleRef> modules, const FullyShar
 
 torch::OrderedDict<std::string, DTensor> named_dtensors(ModuleRef module) {
   torch::OrderedDict<std::string, DTensor> result;
-  std::unordered_set<const at::TensorImpl*> seen;
-  for (const auto& [name, param] : detail::named_parameters(*module)) {
-    if (FSDPParam::find(param) && seen.insert(param.unsafeGetTensorImpl()).second) {
+  for (const auto& [name, param] : detail::distinct_parameters(*module)) {
+    if (FSDPParam::find(param)) {
       result.insert(name, as_dtensor(param));
     }
   }

@@ -5,7 +5,6 @@
 
 #include <mutex>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -130,16 +129,6 @@ void give_memory(const at::Tensor& tensor, c10::Device device) {
   }
 }
 
-/// Each once, by its first name.
-std::vector<std::pair<std::string, at::Tensor>> distinct_parameters(torch::nn::Module& module) {
-  auto params = detail::named_parameters(module);
-  std::unordered_set<const at::TensorImpl*> seen;
-  std::erase_if(params, [&](const auto& item) {
-    return !seen.insert(item.second.unsafeGetTensorImpl()).second;
-  });
-  return params;
-}
-
 void check_initializable(const std::vector<std::pair<std::string, at::Tensor>>& params) {
   std::vector<std::string> on_meta;
   for (const auto& [name, param] : params) {
@@ -184,7 +173,7 @@ void init_parameters(
     const std::function<void(const std::string& fqn, at::Tensor& param)>& fill,
     uint64_t seed) {
   TORCH_CHECK_VALUE(fill, "[init_parameters] needs a function");
-  const auto params = distinct_parameters(*module);
+  const auto params = detail::distinct_parameters(*module);
   check_initializable(params);
   at::NoGradGuard no_grad;
   for (const auto& [name, param] : params) {

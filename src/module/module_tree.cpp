@@ -11,6 +11,7 @@
 
 #include <map>
 #include <mutex>
+#include <unordered_set>
 #include <utility>
 
 namespace fsdp::detail {
@@ -98,6 +99,15 @@ std::vector<std::pair<std::string, at::Tensor>> named_parameters(torch::nn::Modu
 std::vector<std::pair<std::string, at::Tensor>> named_buffers(torch::nn::Module& root) {
   return named_tensors(
       root, [](const auto& module) { return module.named_buffers(/*recurse=*/false); });
+}
+
+std::vector<std::pair<std::string, at::Tensor>> distinct_parameters(torch::nn::Module& root) {
+  auto params = named_parameters(root);
+  std::unordered_set<const at::TensorImpl*> seen;
+  std::erase_if(params, [&](const auto& item) {
+    return !seen.insert(item.second.unsafeGetTensorImpl()).second;
+  });
+  return params;
 }
 
 std::shared_ptr<FSDPState> state_of(const torch::nn::Module& module) {

@@ -22,6 +22,8 @@ void walk(
 /// per site.
 std::vector<std::pair<std::string, at::Tensor>> named_parameters(torch::nn::Module& root);
 std::vector<std::pair<std::string, at::Tensor>> named_buffers(torch::nn::Module& root);
+/// The parameters, each once, by its first name.
+std::vector<std::pair<std::string, at::Tensor>> distinct_parameters(torch::nn::Module& root);
 
 /// The state that fully_shard gave this very module, or null.
 std::shared_ptr<FSDPState> state_of(const torch::nn::Module& module);

@@ -218,12 +218,18 @@ std::function<void()> FSDPState::end_root_forward(std::function<void()> hook) {
   comm_->release_parked();
   context_->forward_root = nullptr;
   context_->forward_checked = true;
+  if (inside_backward()) {
+    return hook; // recomputed: backward goes on with what it has
+  }
   for (const auto& weak : context_->states) {
-    const auto state = inside_backward() ? nullptr : weak.lock();
-    for (size_t i = 0; state && i < state->groups_.size(); ++i) {
-      state->groups_[i]->drop_unused_prefetch(); // it would be outdated after a step
+    const auto state = weak.lock();
+    if (!state) {
+      continue;
+    }
+    for (const auto& group : state->groups_) {
+      group->drop_unused_prefetch(); // it would be outdated after a step
       if (!at::GradMode::is_enabled()) {
-        state->groups_[i]->wait_for_host_copies(); // no backward will
+        group->wait_for_host_copies(); // no backward will
       }
     }
   }

@@ -2,17 +2,13 @@
 #include <fsdp/debug.h>
 
 #include "runtime/stream.h"
+#include "support/gpu.h"
 #include "support/sharded.h"
 
 namespace fsdp {
 namespace {
 
 using namespace test;
-
-#define SKIP_WITHOUT_GPU()                  \
-  if (!torch::cuda::is_available()) {       \
-    GTEST_SKIP() << "there is no GPU here"; \
-  }
 
 class EngineOnGpu : public testing::TestWithParam<int> {};
 

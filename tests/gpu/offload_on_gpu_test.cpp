@@ -1,17 +1,13 @@
 // Shards in host memory, compute on a GPU: many ranks on one device.
 #include <fsdp/debug.h>
 
+#include "support/gpu.h"
 #include "support/sharded.h"
 
 namespace fsdp {
 namespace {
 
 using namespace test;
-
-#define SKIP_WITHOUT_GPU()                  \
-  if (!torch::cuda::is_available()) {       \
-    GTEST_SKIP() << "there is no GPU here"; \
-  }
 
 class OffloadOnGpu : public testing::TestWithParam<int> {};
 
