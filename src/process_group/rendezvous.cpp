@@ -22,7 +22,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr auto kPatience = std::chrono::seconds(2);
+/// For the end of a rendezvous to reach everybody, on a machine that is busy.
+constexpr auto kPatience = std::chrono::seconds(5);
 
 c10::intrusive_ptr<c10d::Store> file_store(const std::string& url, int world_size) {
   const auto path = url.substr(std::string("file://").size());
@@ -63,8 +64,9 @@ class Exchange {
       store_.set(key(topic, rank_), value);
     }
     const auto result = topic + "/all";
+    // Longer than rank 0 waits: at the deadline it is the one that says who is missing.
     FSDP_CHECK_AS(
-        CommError, wait_for(result), "rank ", rank_,
+        CommError, appears_before(result, deadline_ + kPatience), "rank ", rank_,
         " reached the store, but rank 0 did not answer in time: is it running?");
     auto values = split(store_.get_to_str(result), '\n');
     if (values.front() == "error") {
@@ -79,8 +81,8 @@ class Exchange {
     return topic + "/" + std::to_string(rank);
   }
 
-  bool wait_for(const std::string& key) {
-    while (Clock::now() < deadline_) {
+  bool appears_before(const std::string& key, Clock::time_point end) {
+    while (Clock::now() < end) {
       if (store_.check({key})) {
         return true;
       }
