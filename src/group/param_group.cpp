@@ -10,6 +10,7 @@
 
 #include "base/text.h"
 #include "group/flat_views.h"
+#include "param/spread.h"
 #include "runtime/log.h"
 
 namespace fsdp::detail {
@@ -24,6 +25,16 @@ void check_shardable(const ParamSpec& spec, const DeviceMesh& mesh) {
       spec.param.is_contiguous(), "[fully_shard] does not support non-contiguous parameters: '",
       spec.name, "' has sizes ", spec.param.sizes(), " and strides ", spec.param.strides(),
       "; call contiguous() on it first");
+  if (const auto spread = Spread::find(spec.param)) {
+    try {
+      (void)spread->divided_again(mesh, {Shard{0}});
+    } catch (const c10::ValueError& error) {
+      TORCH_CHECK_VALUE(
+          false, "[fully_shard] parameter '", spec.name, "' is divided over ",
+          spread->spec().mesh.str(), " already, which does not go with ", mesh.str(), ": ",
+          error.what_without_backtrace());
+    }
+  }
 }
 
 FSDPParamGroup::FSDPParamGroup(

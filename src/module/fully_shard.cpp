@@ -11,6 +11,7 @@
 
 #include "base/text.h"
 #include "module/module_tree.h"
+#include "param/spread.h"
 
 namespace fsdp {
 
@@ -277,7 +278,8 @@ torch::OrderedDict<std::string, DTensor> named_dtensors(ModuleRef module) {
   torch::OrderedDict<std::string, DTensor> result;
   std::unordered_set<const at::TensorImpl*> seen;
   for (const auto& [name, param] : detail::named_parameters(*module)) {
-    if (FSDPParam::find(param) && seen.insert(param.unsafeGetTensorImpl()).second) {
+    if ((FSDPParam::find(param) || detail::Spread::find(param)) &&
+        seen.insert(param.unsafeGetTensorImpl()).second) {
       result.insert(name, as_dtensor(param));
     }
   }

@@ -17,6 +17,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -24,11 +25,14 @@
 
 #include "base/text.h"
 #include "param/fsdp_param.h"
+#include "param/spread.h"
+#include "tensor/shard_layout.h"
 
 namespace fsdp {
 namespace {
 
 using detail::FSDPParam;
+using detail::Spread;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
@@ -36,8 +40,10 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 /// One parameter, and what this rank has of its gradient.
 struct Part {
   std::size_t index; // in the caller's list
+  at::Tensor param;
   const FSDPParam* manager;
-  at::Tensor grad; // undefined without one
+  std::shared_ptr<const Spread> spread; // of tensor parallelism
+  at::Tensor grad;                      // undefined without one
 };
 
 /// The parts that these ranks have of the same parameters.
@@ -48,7 +54,9 @@ struct Sharing {
 };
 
 std::string name_of(const Part& part) {
-  return part.manager ? "'" + part.manager->name() + "'" : c10::str("parameter #", part.index);
+  return part.manager  ? "'" + part.manager->name() + "'"
+         : part.spread ? "'" + part.spread->name() + "'"
+                       : c10::str("parameter #", part.index);
 }
 
 void check_grad(const Part& part) {
@@ -76,11 +84,27 @@ std::vector<Part> parts_of(const std::vector<at::Tensor>& params) {
     TORCH_CHECK_VALUE(
         params[i].defined(), "[clip_grad_norm_] parameter #", i, " is an undefined tensor");
     if (seen.insert(params[i].unsafeGetTensorImpl()).second) {
-      parts.push_back({i, FSDPParam::find(params[i]), params[i].grad()});
+      parts.push_back(
+          {i, params[i], FSDPParam::find(params[i]), Spread::find(params[i]), params[i].grad()});
       check_grad(parts.back());
     }
   }
   return parts;
+}
+
+/// Those that divide it; not those of ranks that hold the same.
+std::vector<std::pair<ProcessGroup, at::DeviceType>> groups_of(const Part& part) {
+  std::vector<std::pair<ProcessGroup, at::DeviceType>> groups;
+  if (part.manager) {
+    groups.emplace_back(part.manager->mesh().get_group(), part.manager->mesh().device_type());
+  }
+  for (size_t axis = 0; part.spread && axis < part.spread->spec().placements.size(); ++axis) {
+    const auto& spec = part.spread->spec();
+    if (detail::shard_dim(spec.placements[axis]) >= 0) {
+      groups.emplace_back(spec.mesh.get_group(static_cast<int64_t>(axis)), spec.mesh.device_type());
+    }
+  }
+  return groups;
 }
 
 /// In the order in which the groups come up, which is the same on every rank. All
@@ -88,22 +112,21 @@ std::vector<Part> parts_of(const std::vector<at::Tensor>& params) {
 std::vector<Sharing> sharings_of(const std::vector<Part>& parts) {
   std::vector<Sharing> sharings;
   for (const auto i : c10::irange(parts.size())) {
-    const auto* manager = parts[i].manager;
-    const auto group = manager ? manager->mesh().get_group() : ProcessGroup();
-    if (!manager || group.size() == 1) {
-      continue; // this rank has it all
-    }
-    auto found = std::find_if(sharings.begin(), sharings.end(), [&](const Sharing& sharing) {
-      return sharing.group == group;
-    });
-    if (found == sharings.end()) {
+    for (const auto& [group, type] : groups_of(parts[i])) {
+      if (group.size() == 1) {
+        continue; // this rank has it all
+      }
+      const auto found = std::find_if(
+          sharings.begin(), sharings.end(),
+          [&group = group](const Sharing& sharing) { return sharing.group == group; });
+      if (found != sharings.end()) {
+        found->parts.push_back(i);
+        continue;
+      }
       // An offloaded shard is not where its group communicates.
-      const auto device = manager->tensor().device();
-      const auto type = manager->mesh().device_type();
-      sharings.push_back({group, device.type() == type ? device : at::Device(type), {}});
-      found = sharings.end() - 1;
+      const auto device = parts[i].param.device();
+      sharings.push_back({group, device.type() == type ? device : at::Device(type), {i}});
     }
-    found->parts.push_back(i);
   }
   return sharings;
 }
@@ -219,7 +242,7 @@ at::Tensor clip_grad_norm_(
   const auto lists = lists_of(parts);
   const auto device = first_device(parts, params);
   auto norms = norms_of(lists, parts.size(), norm_type, device);
-  // A parameter that is sharded along several axes would be in several of these.
+  // A parameter that is sharded along several axes is in several of these.
   for (const auto& sharing : sharings_of(parts)) {
     std::vector<at::Tensor> local;
     for (const auto i : sharing.parts) {

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "param/fsdp_param.h"
+#include "param/spread.h"
 
 namespace fsdp {
 namespace {
@@ -78,20 +79,23 @@ Lists lists_of_grads(const ParamGroups& groups) {
 at::Tensor share(at::Tensor flag, const ParamGroups& groups) {
   const auto home = flag.device();
   std::vector<ProcessGroup> done;
-  for (const auto& group : groups) {
-    for (const auto& param : group.params()) {
-      const auto* manager = FSDPParam::find(param);
-      if (!manager) {
-        continue;
-      }
-      const auto ranks = manager->mesh().get_group();
-      if (ranks.size() == 1 || std::find(done.begin(), done.end(), ranks) != done.end()) {
-        continue;
-      }
-      const auto type = manager->mesh().device_type();
+  const auto share_over = [&](const ProcessGroup& ranks, at::DeviceType type) {
+    if (ranks.size() > 1 && std::find(done.begin(), done.end(), ranks) == done.end()) {
       flag = flag.to(home.type() == type ? home : at::Device(type));
       ranks.all_reduce(flag, ReduceOp::Max);
       done.push_back(ranks);
+    }
+  };
+  for (const auto& group : groups) {
+    for (const auto& param : group.params()) {
+      if (const auto* manager = FSDPParam::find(param)) {
+        share_over(manager->mesh().get_group(), manager->mesh().device_type());
+      }
+      // All axes: whoever steps on a piece, or a replica, steps together.
+      const auto spread = detail::Spread::find(param);
+      for (int64_t axis = 0; spread && axis < spread->spec().mesh.ndim(); ++axis) {
+        share_over(spread->spec().mesh.get_group(axis), spread->spec().mesh.device_type());
+      }
     }
   }
   return flag.to(home);

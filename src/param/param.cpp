@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "param/fsdp_param.h"
+#include "param/spread.h"
 
 namespace fsdp {
 
@@ -33,24 +34,41 @@ struct PostAccumulateHooks : torch::autograd::PostAccumulateGradHook {
   int next_id = 0;
 };
 
-DTensor with_placement(const at::Tensor& local, const detail::FSDPParam& param) {
-  return DTensor::from_local(
-      local, param.mesh(), {Shard{param.geometry().dim}}, param.geometry().sizes);
+/// How a parameter lies at rest, over the meshes of fully_shard and of
+/// parallelize_module; its gradient lies so, too.
+detail::TensorSpec spec_of(const at::Tensor& param, const char* function) {
+  const auto* found = param.defined() ? detail::FSDPParam::find(param) : nullptr;
+  const auto spread = param.defined() ? detail::Spread::find(param) : nullptr;
+  TORCH_CHECK_VALUE(
+      found || spread, "[", function,
+      "] this tensor is not a parameter that fully_shard manages or parallelize_module divided");
+  if (!found) {
+    return spread->spec();
+  }
+  const auto& geometry = found->geometry();
+  const std::vector<Placement> placements{Shard{geometry.dim}};
+  return spread ? spread->divided_again(found->mesh(), placements)
+                : detail::TensorSpec{found->mesh(), placements, geometry.sizes};
 }
 
 } // namespace
 
 DTensor as_dtensor(const at::Tensor& param) {
-  const auto& found = managed(param, "as_dtensor");
+  auto spec = spec_of(param, "as_dtensor");
+  const auto* found = detail::FSDPParam::find(param);
   // What was put in its place since counts, as at the next gather.
-  return with_placement(found.was_replaced() ? param.detach() : found.sharded(), found);
+  const auto local = found && !found->was_replaced() ? found->sharded() : param.detach();
+  return DTensor::from_local(local, spec.mesh, std::move(spec.placements), std::move(spec.sizes));
 }
 
 DTensor as_dtensor_grad(const at::Tensor& param) {
-  const auto& found = managed(param, "as_dtensor_grad");
+  auto spec = spec_of(param, "as_dtensor_grad");
+  const auto* found = detail::FSDPParam::find(param);
   TORCH_CHECK_VALUE(
-      param.grad().defined(), "[as_dtensor_grad] parameter '", found.name(), "' has no gradient");
-  return with_placement(param.grad(), found);
+      param.grad().defined(), "[as_dtensor_grad] parameter '",
+      found ? found->name() : detail::Spread::find(param)->name(), "' has no gradient");
+  return DTensor::from_local(
+      param.grad(), spec.mesh, std::move(spec.placements), std::move(spec.sizes));
 }
 
 void set_all_gather_extension(

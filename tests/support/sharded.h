@@ -10,6 +10,7 @@
 #include <mutex>
 
 #include "param/fsdp_param.h"
+#include "param/spread.h"
 #include "support/models.h"
 #include "support/tensors.h"
 
@@ -59,12 +60,9 @@ FSDP_MODULE(Stack);
 /// The part of `whole` that this rank holds of the sharded `param`.
 inline torch::Tensor part_of(const torch::Tensor& whole, const torch::Tensor& param) {
   const auto spread = as_dtensor(param);
-  const auto dim = std::get<Shard>(spread.placements().front()).dim;
-  const auto ranks = spread.device_mesh().size();
-  const auto rank = spread.device_mesh().get_local_rank();
-  const auto chunk = (whole.size(dim) + ranks - 1) / ranks;
-  const auto start = std::min(whole.size(dim), chunk * rank);
-  return whole.narrow(dim, start, std::min(chunk, whole.size(dim) - start));
+  const auto& mesh = spread.device_mesh();
+  const std::vector<Placement> replicated(mesh.ndim(), Replicate{});
+  return DTensor::from_local(whole, mesh, replicated).redistribute(spread.placements()).to_local();
 }
 
 inline testing::AssertionResult near(
@@ -100,7 +98,8 @@ inline void expect_parity(
   ASSERT_EQ(actual.keys(), expected.keys());
   for (const auto& item : actual) {
     const auto& whole = expected[item.key()];
-    const bool managed = detail::FSDPParam::find(item.value()) != nullptr;
+    const bool managed =
+        detail::FSDPParam::find(item.value()) || detail::Spread::find(item.value());
     const auto part = [&](const torch::Tensor& tensor) {
       return managed ? part_of(tensor, item.value()) : tensor;
     };
