@@ -65,6 +65,8 @@ class FSDP_API DeviceMesh {
   /// The same axes of the same arrangement of ranks.
   bool operator==(const DeviceMesh& other) const;
 
+  friend FSDP_API DeviceMesh concatenate(const DeviceMesh& first, const DeviceMesh& second);
+
   // Made by init_device_mesh and by slicing.
   explicit DeviceMesh(std::shared_ptr<const detail::MeshState> state);
 
@@ -82,5 +84,9 @@ FSDP_API DeviceMesh init_device_mesh(
     c10::DeviceType device_type,
     const std::vector<int64_t>& shape,
     const std::vector<std::string>& names = {});
+
+/// The axes of both, in this order, of two named slices of one mesh that have no
+/// axis in common.
+FSDP_API DeviceMesh concatenate(const DeviceMesh& first, const DeviceMesh& second);
 
 } // namespace fsdp

@@ -21,11 +21,14 @@
 #include <fsdp/module_ref.h>
 #include <fsdp/nn.h>
 #include <fsdp/optim.h>
+#include <fsdp/parallel_cross_entropy.h>
 #include <fsdp/param.h>
 #include <fsdp/placement.h>
 #include <fsdp/policy.h>
 #include <fsdp/process_group.h>
+#include <fsdp/redistribute.h>
 #include <fsdp/reduce_op.h>
+#include <fsdp/tensor_parallel.h>
 #include <fsdp/tie_weights.h>
 #include <fsdp/tree.h>
 #include <fsdp/version.h>

@@ -34,6 +34,9 @@ struct FullyShardOptions {
   AnyOffloadPolicy offload_policy = {};
   /// Left alone completely.
   std::vector<at::Tensor> ignored_params = {};
+  /// `mesh` is then one on which the parameters lie already, replicated over
+  /// these axes: by distribute_module, or parallelize_module over a slice of it.
+  std::optional<DataParallelMeshDims> dp_mesh_dims = {};
 };
 
 struct ReplicateOptions {
@@ -42,6 +45,8 @@ struct ReplicateOptions {
   MixedPrecisionPolicy mp_policy = {};
   AnyOffloadPolicy offload_policy = {};
   std::vector<at::Tensor> ignored_params = {};
+  /// As for fully_shard, with axes of replicas only.
+  std::optional<DataParallelMeshDims> dp_mesh_dims = {};
 };
 
 class FSDPModule;

@@ -29,6 +29,7 @@ class FSDP_API Hookable {
   /// False for a container such as ModuleList: there is nothing to intercept.
   virtual bool fsdp_has_forward() const = 0;
   std::shared_ptr<detail::FSDPState> fsdp_state; // null until fully_shard
+  std::vector<detail::ForwardHook> fsdp_hooks;   // none until parallelize_module
 
  protected:
   Hookable() = default;
@@ -260,7 +261,7 @@ class FsdpBase
   static decltype(auto) fsdp_run(
       Self& self, std::index_sequence<I...>, std::remove_reference_t<Param<FsdpImpl, I>>&... args) {
     return around<Param<FsdpImpl, I>...>(
-        CallSite{self.fsdp_state, static_cast<const torch::nn::Module*>(&self)},
+        CallSite{self.fsdp_state, static_cast<const torch::nn::Module*>(&self), &self.fsdp_hooks},
         [&](Param<FsdpImpl, I>&&... held) -> decltype(auto) {
           return self.FsdpImpl::forward(static_cast<Param<FsdpImpl, I>&&>(held)...);
         },
@@ -273,8 +274,10 @@ class FsdpBase
   }
   void fsdp_refuse(const char* what) const {
     TORCH_CHECK(
-        !this->fsdp_state, "fully_shard does not support deepcopy or archives: ", what, " of ",
-        fsdp_type_name(), ", which is sharded, would take only this rank's shards");
+        !this->fsdp_state && this->fsdp_hooks.empty(),
+        this->fsdp_state ? "fully_shard" : "parallelize_module",
+        " does not support deepcopy or archives: ", what, " of ", fsdp_type_name(),
+        ", which is sharded, would take only this rank's shards");
   }
 };
 
@@ -348,7 +351,8 @@ class Hooked : public detail::FsdpBase<Impl> {
   template <class Self, class... A>
   static auto fsdp_forward(Self& self, A&&... args) {
     return detail::around_deduced(
-        detail::CallSite{self.fsdp_state, static_cast<const torch::nn::Module*>(&self)},
+        detail::CallSite{
+            self.fsdp_state, static_cast<const torch::nn::Module*>(&self), &self.fsdp_hooks},
         [&self](
             auto&&... held) -> decltype(self.Impl::forward(std::forward<decltype(held)>(held)...)) {
           return self.Impl::forward(std::forward<decltype(held)>(held)...);
@@ -433,7 +437,8 @@ class Hooked<torch::nn::SequentialImpl> : public detail::FsdpBase<torch::nn::Seq
   ReturnType forward(A&&... args) {
     auto& self = *this;
     return detail::around_deduced(
-        detail::CallSite{this->fsdp_state, static_cast<const torch::nn::Module*>(this)},
+        detail::CallSite{
+            this->fsdp_state, static_cast<const torch::nn::Module*>(this), &this->fsdp_hooks},
         [&self](auto&&... held) -> ReturnType {
           return self.torch::nn::SequentialImpl::template forward<ReturnType>(
               std::forward<decltype(held)>(held)...);

@@ -10,8 +10,8 @@
 
 namespace fsdp {
 
-/// How a parameter that fully_shard manages is sharded; shares its shard,
-/// whether the parameter is unsharded at the moment or not.
+/// How a parameter that fully_shard manages, or parallelize_module has divided,
+/// is sharded; shares its shard, whether it is unsharded at the moment or not.
 FSDP_API DTensor as_dtensor(const at::Tensor& param);
 /// The same of its gradient, which must be there.
 FSDP_API DTensor as_dtensor_grad(const at::Tensor& param);

@@ -5,7 +5,9 @@
 #include <concepts>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <variant>
+#include <vector>
 
 #include <fsdp/device_mesh.h>
 #include <fsdp/placement.h>
@@ -27,6 +29,9 @@ class ReshardAfterForward {
 
   bool is_auto() const {
     return kind_ == Kind::Auto;
+  }
+  bool is_number() const {
+    return kind_ == Kind::Ranks;
   }
   /// Over how many of a group's `size` ranks the parameters are divided after
   /// forward; 0 keeps them whole. Throws ValueError unless a number divides
@@ -63,6 +68,13 @@ struct CPUOffloadPolicy {
   bool pin_memory = true;
 };
 using AnyOffloadPolicy = std::variant<OffloadPolicy, CPUOffloadPolicy>;
+
+/// Which axes of a mesh are those of data parallelism, by name; several of a kind
+/// count as one. Parameters are replicated over the axes of `replicate`.
+struct DataParallelMeshDims {
+  std::vector<std::string> shard = {};
+  std::vector<std::string> replicate = {};
+};
 
 /// Along which dim a parameter is sharded, and over which mesh: by default
 /// that of the call. A Shard converts to it.

@@ -10,6 +10,7 @@
 
 #include "base/text.h"
 #include "group/flat_views.h"
+#include "param/param_placement.h"
 #include "runtime/log.h"
 
 namespace fsdp::detail {
@@ -24,6 +25,14 @@ void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh) {
       spec.param.is_contiguous(), "[fully_shard] does not support non-contiguous parameters: '",
       spec.name, "' has sizes ", spec.param.sizes(), " and strides ", spec.param.strides(),
       "; call contiguous() on it first");
+  try {
+    const auto spread = Spread::find(spec.param);
+    (void)placed_over(mesh, spec.shard_dim, spec.param.sizes().vec(), spread.get());
+  } catch (const c10::ValueError& error) {
+    TORCH_CHECK_VALUE(
+        false, "[fully_shard] parameter '", spec.name, "' does not go with ",
+        (mesh.whole ? mesh.whole->mesh : mesh.mesh).str(), ": ", error.what_without_backtrace());
+  }
 }
 
 FSDPParamGroup::FSDPParamGroup(

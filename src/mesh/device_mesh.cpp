@@ -200,6 +200,28 @@ DeviceMesh DeviceMesh::flatten(const std::string& name) const {
   return detail::make_mesh(state_->root, {axes}, {flat_name});
 }
 
+DeviceMesh concatenate(const DeviceMesh& first, const DeviceMesh& second) {
+  const auto& a = *first.state_;
+  const auto& b = *second.state_;
+  const auto both = [&] { return first.str() + " and " + second.str(); };
+  TORCH_CHECK_VALUE(
+      !a.names.empty() && !b.names.empty(),
+      "[DeviceMesh] to concatenate meshes their axes need names (mesh_dim_names): ", both());
+  TORCH_CHECK_VALUE(
+      a.root == b.root, "[DeviceMesh] ", both(),
+      " cannot be concatenated: they are derived from different device meshs; make one with "
+      "init_device_mesh and take slices of it");
+  auto axes = a.axes;
+  axes.insert(axes.end(), b.axes.begin(), b.axes.end());
+  auto names = a.names;
+  names.insert(names.end(), b.names.begin(), b.names.end());
+  const auto all = detail::concatenated(axes);
+  TORCH_CHECK_VALUE(
+      std::set<int64_t>(all.begin(), all.end()).size() == all.size(),
+      "[DeviceMesh] Cannot concatenate overlapping meshes: ", both());
+  return detail::make_mesh(a.root, std::move(axes), std::move(names));
+}
+
 std::string DeviceMesh::str() const {
   std::vector<std::string> parts;
   for (size_t i = 0; i < state_->shape.size(); ++i) {

@@ -11,6 +11,7 @@
 
 #include "base/text.h"
 #include "module/module_tree.h"
+#include "param/spread.h"
 
 namespace fsdp {
 
@@ -60,15 +61,6 @@ void check_module(const ModuleRef& module, const char* function) {
   TORCH_CHECK_VALUE(
       !detail::state_of(*module), "[", function, "] can only be applied to a module once: this ",
       type, " is already managed by fully_shard or replicate");
-}
-
-void check_mesh(const DeviceMesh& mesh) {
-  TORCH_CHECK_VALUE(
-      mesh.ndim() <= 2, "[fully_shard] expects a 1D or 2D DeviceMesh, but got ", mesh.str(),
-      "; take a slice of it");
-  TORCH_CHECK_VALUE(
-      mesh.ndim() == 1 || !mesh.names().empty(),
-      "[fully_shard] please init the 2D mesh for HSDP with mesh_dim_names specified: ", mesh.str());
 }
 
 void check_precision(const MixedPrecisionPolicy& policy, const std::string& name) {
@@ -156,7 +148,6 @@ c10::DeviceType default_device_type() {
 
 DeviceMesh mesh_of(const FullyShardOptions& options, const std::vector<Candidate>& params) {
   if (options.mesh) {
-    check_mesh(*options.mesh);
     return *options.mesh;
   }
   const auto device = params.empty() ? c10::Device(c10::kMeta) : params.front().param.device();
@@ -190,9 +181,6 @@ FSDPState::Groups make_groups(
   for (const auto& [param_name, param] : params) {
     const auto placement =
         options.shard_placement_fn ? options.shard_placement_fn(param_name, param) : std::nullopt;
-    if (placement && placement->mesh) {
-      check_mesh(*placement->mesh);
-    }
     const auto over =
         placement && placement->mesh ? detail::DataParallelMesh(*placement->mesh) : mesh;
     auto found = std::find_if(by_mesh.begin(), by_mesh.end(), [&](const auto& item) {
@@ -249,8 +237,12 @@ FSDPModule manage(
   const auto roots = outermost(modules);
   const auto params = unmanaged_params(roots, options);
   const auto device_mesh = mesh_of(options, params);
-  const auto mesh = replicated ? detail::DataParallelMesh::replicated(device_mesh)
-                               : detail::DataParallelMesh(device_mesh);
+  const auto& dims = options.dp_mesh_dims;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !dims || !options.reshard_after_forward.is_number(),
+      "[fully_shard] reshard_after_forward as int is not supported with dp_mesh_dims");
+  const auto mesh = replicated ? detail::DataParallelMesh::replicated(device_mesh, dims)
+                               : detail::DataParallelMesh(device_mesh, dims);
   const auto device = detail::current_device(device_mesh.device_type());
   (void)options.reshard_after_forward.ranks(mesh.shard_group.size()); // without parameters too
   std::vector<std::string> types;
@@ -287,7 +279,8 @@ FSDPModule replicate(ModuleRef module, const ReplicateOptions& options) {
       {.mesh = options.mesh,
        .mp_policy = options.mp_policy,
        .offload_policy = options.offload_policy,
-       .ignored_params = options.ignored_params},
+       .ignored_params = options.ignored_params,
+       .dp_mesh_dims = options.dp_mesh_dims},
       Kind::Replicate);
 }
 
@@ -302,7 +295,7 @@ FSDPModule fully_shard(std::initializer_list<ModuleRef> modules, const FullyShar
 torch::OrderedDict<std::string, DTensor> named_dtensors(ModuleRef module) {
   torch::OrderedDict<std::string, DTensor> result;
   for (const auto& [name, param] : detail::distinct_parameters(*module)) {
-    if (FSDPParam::find(param)) {
+    if (FSDPParam::find(param) || detail::Spread::find(param)) {
       result.insert(name, as_dtensor(param));
     }
   }

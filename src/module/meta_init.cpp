@@ -11,6 +11,7 @@
 #include "base/text.h"
 #include "module/module_tree.h"
 #include "param/autograd_compat.h"
+#include "param/spread.h"
 #include "param/unfilled.h"
 #include "runtime/op_interceptor.h"
 
@@ -179,7 +180,10 @@ void init_parameters(
   for (const auto& [name, param] : params) {
     const auto* sharded = FSDPParam::find(param);
     const auto values = sharded ? sharded->shard_values() : param.detach();
-    const at::IntArrayRef sizes = sharded ? sharded->geometry().sizes : values.sizes();
+    const auto spread = detail::Spread::find(param);
+    const at::IntArrayRef sizes = spread    ? at::IntArrayRef(spread->spec().sizes)
+                                  : sharded ? at::IntArrayRef(sharded->geometry().sizes)
+                                            : values.sizes();
     auto whole = at::empty(sizes, values.options());
     detail::set_unfilled(whole);
     {
@@ -191,6 +195,9 @@ void init_parameters(
         "' of sizes ", sizes, " was filled with another tensor");
     if (detail::is_unfilled(whole)) {
       continue; // left alone, so that the parameter is, too
+    }
+    if (spread) {
+      whole = spread->piece_of(whole);
     }
     if (sharded) {
       const auto& geometry = sharded->geometry();

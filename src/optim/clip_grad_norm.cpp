@@ -24,6 +24,7 @@
 
 #include "base/text.h"
 #include "param/fsdp_param.h"
+#include "param/param_placement.h"
 
 namespace fsdp {
 namespace {
@@ -36,6 +37,7 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 /// One parameter, and what this rank has of its gradient.
 struct Part {
   std::size_t index; // in the caller's list
+  at::Tensor param;
   const FSDPParam* manager;
   at::Tensor grad; // undefined without one
 };
@@ -48,7 +50,8 @@ struct Sharing {
 };
 
 std::string name_of(const Part& part) {
-  return part.manager ? "'" + part.manager->name() + "'" : c10::str("parameter #", part.index);
+  const auto name = detail::name_of(part.param);
+  return name.empty() ? c10::str("parameter #", part.index) : "'" + name + "'";
 }
 
 void check_grad(const Part& part) {
@@ -76,7 +79,7 @@ std::vector<Part> parts_of(const std::vector<at::Tensor>& params) {
     TORCH_CHECK_VALUE(
         params[i].defined(), "[clip_grad_norm_] parameter #", i, " is an undefined tensor");
     if (seen.insert(params[i].unsafeGetTensorImpl()).second) {
-      parts.push_back({i, FSDPParam::find(params[i]), params[i].grad()});
+      parts.push_back({i, params[i], FSDPParam::find(params[i]), params[i].grad()});
       check_grad(parts.back());
     }
   }
@@ -88,22 +91,19 @@ std::vector<Part> parts_of(const std::vector<at::Tensor>& params) {
 std::vector<Sharing> sharings_of(const std::vector<Part>& parts) {
   std::vector<Sharing> sharings;
   for (const auto i : c10::irange(parts.size())) {
-    const auto* manager = parts[i].manager;
-    const auto group = manager ? manager->mesh().shard_group : ProcessGroup();
-    if (!manager || group.size() == 1) {
-      continue; // this rank has it all
+    for (const auto& axis : detail::axes_of(parts[i].param)) {
+      if (!axis.divides) {
+        continue; // they have the same
+      }
+      const auto found = std::find_if(sharings.begin(), sharings.end(), [&](const auto& sharing) {
+        return sharing.group == axis.group;
+      });
+      if (found == sharings.end()) {
+        sharings.push_back({axis.group, axis.device, {i}});
+      } else {
+        found->parts.push_back(i);
+      }
     }
-    auto found = std::find_if(sharings.begin(), sharings.end(), [&](const Sharing& sharing) {
-      return sharing.group == group;
-    });
-    if (found == sharings.end()) {
-      // An offloaded shard is not where its group communicates.
-      const auto device = manager->tensor().device();
-      const auto type = manager->mesh().mesh.device_type();
-      sharings.push_back({group, device.type() == type ? device : at::Device(type), {}});
-      found = sharings.end() - 1;
-    }
-    found->parts.push_back(i);
   }
   return sharings;
 }
@@ -219,7 +219,7 @@ at::Tensor clip_grad_norm_(
   const auto lists = lists_of(parts);
   const auto device = first_device(parts, params);
   auto norms = norms_of(lists, parts.size(), norm_type, device);
-  // A parameter that is sharded along several axes would be in several of these.
+  // A parameter that is sharded along several axes is in several of these.
   for (const auto& sharing : sharings_of(parts)) {
     std::vector<at::Tensor> local;
     for (const auto i : sharing.parts) {

@@ -19,12 +19,11 @@
 #include <tuple>
 #include <vector>
 
-#include "param/fsdp_param.h"
+#include "param/param_placement.h"
 
 namespace fsdp {
 namespace {
 
-using detail::FSDPParam;
 using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
 void check_scale_value(const char* function, double scale) {
@@ -36,9 +35,8 @@ void check_scale_value(const char* function, double scale) {
 
 void check_grad(const at::Tensor& param, std::size_t group, std::size_t index) {
   const auto name = [&] {
-    const auto* manager = FSDPParam::find(param);
-    return manager ? "'" + manager->name() + "'"
-                   : c10::str("parameter ", index, " of group ", group);
+    const auto name = detail::name_of(param);
+    return name.empty() ? c10::str("parameter ", index, " of group ", group) : "'" + name + "'";
   };
   const auto& grad = param.grad();
   TORCH_CHECK_VALUE(
@@ -80,18 +78,14 @@ at::Tensor share(at::Tensor flag, const ParamGroups& groups) {
   std::vector<ProcessGroup> done;
   for (const auto& group : groups) {
     for (const auto& param : group.params()) {
-      const auto* manager = FSDPParam::find(param);
-      if (!manager) {
-        continue;
+      // Replicas too: all who have something of it step together.
+      for (const auto& axis : detail::axes_of(param)) {
+        if (std::find(done.begin(), done.end(), axis.group) == done.end()) {
+          flag = flag.to(axis.device);
+          axis.group.all_reduce(flag, ReduceOp::Max);
+          done.push_back(axis.group);
+        }
       }
-      const auto ranks = manager->mesh().shard_group;
-      if (ranks.size() == 1 || std::find(done.begin(), done.end(), ranks) != done.end()) {
-        continue;
-      }
-      const auto type = manager->mesh().mesh.device_type();
-      flag = flag.to(home.type() == type ? home : at::Device(type));
-      ranks.all_reduce(flag, ReduceOp::Max);
-      done.push_back(ranks);
     }
   }
   return flag.to(home);

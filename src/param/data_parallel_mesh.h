@@ -1,35 +1,41 @@
 #pragma once
 
 #include <fsdp/device_mesh.h>
-#include <fsdp/placement.h>
+#include <fsdp/policy.h>
 
 #include <optional>
-#include <vector>
 
 namespace fsdp::detail {
 
-/// Over whom a parameter is divided, and who has the same part.
+/// Over whom a parameter is divided, and who has the same part: the axes of data
+/// parallelism, and the mesh that they are axes of where that was given.
 struct DataParallelMesh {
-  /// One axis: of shards. Two: of replicas, then of shards (HSDP).
-  DataParallelMesh(const DeviceMesh& mesh); // NOLINT: what a mesh means
-  /// One axis, of replicas that have all of it.
-  static DataParallelMesh replicated(const DeviceMesh& mesh);
+  /// Of fully_shard. One axis: of shards. Two: of replicas, then of shards (HSDP).
+  /// With `dims`, those say which axes of a mesh are what; several of a kind count
+  /// as one, which makes this collective over the world.
+  explicit DataParallelMesh(
+      const DeviceMesh& mesh, const std::optional<DataParallelMeshDims>& dims = {});
+  /// Of replicate: one axis, of ranks that have all of it.
+  static DataParallelMesh replicated(
+      const DeviceMesh& mesh, const std::optional<DataParallelMeshDims>& dims = {});
 
-  /// One per axis, for a parameter that is divided along `dim`.
-  std::vector<Placement> placements(int64_t dim) const;
   /// Of the shards, as a mesh of one axis; none where nothing is divided.
   std::optional<DeviceMesh> shard_mesh() const;
-  int64_t size() const {
-    return mesh.size();
-  }
 
-  DeviceMesh mesh;
+  DeviceMesh mesh; // of one or two axes
+  std::optional<int64_t> shard_axis;
   ProcessGroup shard_group;                    // of one rank where nothing is divided
   std::optional<ProcessGroup> replicate_group; // where there is more than one replica
 
+  /// What `dims` named axes of.
+  struct Whole {
+    DeviceMesh mesh;
+    DataParallelMeshDims dims;
+  };
+  std::optional<Whole> whole;
+
  private:
   DataParallelMesh(const DeviceMesh& mesh, bool replicated);
-  std::optional<int64_t> shard_axis_;
 };
 
 } // namespace fsdp::detail

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "param/fsdp_param.h"
+#include "param/param_placement.h"
 
 namespace fsdp {
 
@@ -33,25 +34,31 @@ struct PostAccumulateHooks : torch::autograd::PostAccumulateGradHook {
   int next_id = 0;
 };
 
-DTensor with_placement(const at::Tensor& local, const detail::FSDPParam& param) {
-  return DTensor::from_local(
-      local, param.mesh().mesh, param.mesh().placements(param.geometry().dim),
-      param.geometry().sizes);
+detail::TensorSpec placement(const at::Tensor& param, const char* function) {
+  auto spec = param.defined() ? detail::placement_of(param) : std::nullopt;
+  TORCH_CHECK_VALUE(
+      spec, "[", function,
+      "] this tensor is not a parameter that fully_shard manages or parallelize_module divided");
+  return *std::move(spec);
 }
 
 } // namespace
 
 DTensor as_dtensor(const at::Tensor& param) {
-  const auto& found = managed(param, "as_dtensor");
+  auto spec = placement(param, "as_dtensor");
+  const auto* found = detail::FSDPParam::find(param);
   // What was put in its place since counts, as at the next gather.
-  return with_placement(found.was_replaced() ? param.detach() : found.sharded(), found);
+  const auto local = found && !found->was_replaced() ? found->sharded() : param.detach();
+  return DTensor::from_local(local, spec.mesh, std::move(spec.placements), std::move(spec.sizes));
 }
 
 DTensor as_dtensor_grad(const at::Tensor& param) {
-  const auto& found = managed(param, "as_dtensor_grad");
+  auto spec = placement(param, "as_dtensor_grad");
   TORCH_CHECK_VALUE(
-      param.grad().defined(), "[as_dtensor_grad] parameter '", found.name(), "' has no gradient");
-  return with_placement(param.grad(), found);
+      param.grad().defined(), "[as_dtensor_grad] parameter '", detail::name_of(param),
+      "' has no gradient");
+  return DTensor::from_local(
+      param.grad(), spec.mesh, std::move(spec.placements), std::move(spec.sizes));
 }
 
 void set_all_gather_extension(

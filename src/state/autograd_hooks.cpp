@@ -8,8 +8,6 @@
 #include <memory>
 #include <utility>
 
-#include "param/autograd_compat.h"
-
 namespace fsdp::detail {
 
 namespace {
@@ -40,17 +38,6 @@ NodePtr node_before(const std::vector<at::Tensor*>& tensors, std::function<void(
     edges.push_back(autograd::impl::gradient_edge(*tensor));
   }
   return make_node<CallNode>(std::move(edges), std::move(call));
-}
-
-/// A view of itself, as a custom Function would return it: to write into it in
-/// place throws, because whoever holds the tensor would not learn of it.
-at::Tensor view_behind(const at::Tensor& tensor, const NodePtr& node) {
-  at::NoGradGuard no_grad;
-  auto view = tensor.view_as(tensor);
-  autograd::impl::get_view_autograd_meta(view)->set_creation_meta(
-      autograd::CreationMeta::IN_CUSTOM_FUNCTION);
-  autograd::set_history(view, node);
-  return view;
 }
 
 /// Whether a hook on this tensor is lost when it is edited in place, and it may
@@ -103,6 +90,15 @@ class EndOfBackward {
 };
 
 } // namespace
+
+at::Tensor view_behind(const at::Tensor& tensor, const NodePtr& node) {
+  at::NoGradGuard no_grad;
+  auto view = tensor.view_as(tensor);
+  autograd::impl::get_view_autograd_meta(view)->set_creation_meta(
+      autograd::CreationMeta::IN_CUSTOM_FUNCTION);
+  autograd::set_history(view, node);
+  return view;
+}
 
 void call_after_gradients(
     const std::vector<at::Tensor*>& tensors, std::function<void()> on_backward) {

@@ -5,6 +5,8 @@
 #include <functional>
 #include <vector>
 
+#include "param/autograd_compat.h"
+
 namespace fsdp::detail {
 
 /// Replaces the tensors that need gradients by views of them behind one autograd
@@ -13,6 +15,11 @@ namespace fsdp::detail {
 /// An edit of such a view in place throws.
 void call_after_gradients(
     const std::vector<at::Tensor*>& tensors, std::function<void()> on_backward);
+
+/// A view of the tensor behind `node`, as a custom Function would return it: to
+/// write into it in place throws, because whoever holds the tensor would not
+/// learn of it.
+at::Tensor view_behind(const at::Tensor& tensor, const NodePtr& node);
 
 /// Calls `on_backward` when the gradient of any of the tensors arrives. May
 /// replace a tensor where a hook would be lost in an edit in place.

@@ -10,11 +10,16 @@
 namespace fsdp::detail {
 
 bool ForwardScope::needed(const CallSite& site) {
-  return site.state && !site.state->is_running(site.module);
+  return (site.state && !site.state->is_running(site.module)) ||
+         (site.hooks && !site.hooks->empty());
 }
 
 ForwardScope::ForwardScope(CallSite site)
     : site_(std::move(site)), autocast_cache_(at::autocast::is_autocast_cache_enabled()) {
+  if (!site_.state || site_.state->is_running(site_.module)) {
+    site_.state = nullptr; // the hooks alone
+    return;
+  }
   // Autocast remembers casts of weights by their TensorImpl, which stays the
   // same while its content changes.
   at::autocast::set_autocast_cache_enabled(false);
@@ -31,6 +36,10 @@ ForwardScope::ForwardScope(CallSite site)
 }
 
 ForwardScope::~ForwardScope() {
+  at_outputs_.clear();
+  if (!site_.state) {
+    return;
+  }
   if (!finished_) {
     site_.state->forward_failed(site_.module);
   }
@@ -38,12 +47,28 @@ ForwardScope::~ForwardScope() {
 }
 
 void ForwardScope::inputs(const std::vector<at::Tensor*>& tensors) {
-  site_.state->replace_inputs(tensors);
+  if (site_.state) {
+    site_.state->replace_inputs(tensors);
+  }
+  if (!site_.hooks) {
+    return;
+  }
+  for (const auto& hook : *site_.hooks) {
+    if (auto at_outputs = hook.begin ? hook.begin(tensors) : nullptr) {
+      at_outputs_.push_back(std::move(at_outputs));
+    }
+  }
 }
 
 void ForwardScope::outputs(const std::vector<at::Tensor*>& tensors) {
   check_.reset();
-  site_.state->post_forward(site_.module, tensors);
+  for (const auto& at_outputs : at_outputs_) {
+    at_outputs(tensors);
+  }
+  at_outputs_.clear();
+  if (site_.state) {
+    site_.state->post_forward(site_.module, tensors);
+  }
   finished_ = true;
 }
 

@@ -59,6 +59,9 @@ at::Tensor put_together(
 /// contiguous [ranks, longest, ...] tensor.
 at::Tensor padded_parts(const at::Tensor& rows, const ShardStep& step) {
   const auto longest = step.length(rows.size(0), 0);
+  if (step.is_even(rows.size(0))) {
+    return rows.contiguous().unflatten(0, {step.num_ranks, longest}); // they lie so already
+  }
   std::vector<at::Tensor> parts;
   for (int64_t index = 0; index < step.num_ranks; ++index) {
     parts.push_back(padded_rows(take(rows, step, index), 0, longest));
@@ -190,7 +193,9 @@ class Mover {
     sizes.insert(sizes.begin(), step.num_ranks);
     auto output = at::empty(sizes, input.options());
     group(step.axis).all_gather(output, input);
-    local_ = put_together(output.unbind(0), step, length).movedim(0, dim).contiguous();
+    const auto rows =
+        step.is_even(length) ? output.flatten(0, 1) : put_together(output.unbind(0), step, length);
+    local_ = rows.movedim(0, dim).contiguous();
   }
 
   /// Moves the axis of the last step on `dim` to the next step on another dim

@@ -38,6 +38,10 @@ struct ShardStep {
   /// What rank `index` of the axis takes of `length` elements, in order.
   std::vector<Run> runs(int64_t length, int64_t index) const;
   int64_t length(int64_t length, int64_t index) const;
+  /// Whether every rank takes one run, of the same length.
+  bool is_even(int64_t length) const {
+    return split_factor == 1 && length % num_ranks == 0;
+  }
 };
 
 /// The steps that divide dim `dim`, in order; see Note [Order of sharding].

@@ -22,11 +22,11 @@ namespace {
 
 const std::string kProgram = FSDP_BIN_DIR "/rank_program";
 
-/// A script that starts the launcher, and after a second each sends it `signals`.
+/// A script that starts the launcher, and after two seconds each sends it `signals`.
 Ended run_and_send(const std::string& arguments, const std::vector<std::string>& signals) {
   auto script = kTool + " run " + arguments + " & ";
   for (const auto& signal : signals) {
-    script += "sleep 1; kill -" + signal + " $!; ";
+    script += "sleep 2; kill -" + signal + " $!; ";
   }
   return run_script(script + "wait $!");
 }
@@ -119,8 +119,11 @@ void expect_no_process_left(int signal, int exit_code) {
   killer.join();
   EXPECT_EQ(ended[0].exit_code, exit_code) << ended[0].output;
   ASSERT_EQ(pids.size(), 4u);
-  std::this_thread::sleep_for(std::chrono::milliseconds(200));
   for (const auto pid : pids) {
+    const Stopwatch watch;
+    while (alive(pid) && watch.seconds() < 20) { // init may be slow to reap it
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    }
     EXPECT_FALSE(alive(pid)) << pid;
   }
 }

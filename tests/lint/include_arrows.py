@@ -24,6 +24,7 @@ MAY_INCLUDE = {
 MAY_INCLUDE["optim"] = MAY_INCLUDE["param"] | {"param"}
 MAY_INCLUDE["state"] = MAY_INCLUDE["group"] | {"group"}
 MAY_INCLUDE["module"] = MAY_INCLUDE["state"] | {"state"}
+MAY_INCLUDE["parallel"] = MAY_INCLUDE["module"] | {"module"}
 
 # Room of each public header; one that is missing here is an error.
 PUBLIC = {
@@ -48,11 +49,14 @@ PUBLIC = {
     "module_ref.h": "module",
     "nn.h": "module",
     "optim.h": "optim",
+    "parallel_cross_entropy.h": "parallel",
     "param.h": "param",
     "placement.h": "tensor",
-    "policy.h": "group",
+    "policy.h": "param",
     "process_group.h": "process_group",
+    "redistribute.h": "parallel",
     "reduce_op.h": "process_group",
+    "tensor_parallel.h": "parallel",
     "tie_weights.h": "module",
     "tree.h": "module",
     "version.h": "base",
@@ -63,7 +67,7 @@ ONLY_IN = {
     r"_allgather_base|_reduce_scatter_base|alltoall_base": r"process_group/c10d_adapter\.",
     r"<(cuda|ATen/cuda|c10/cuda)|ProcessGroupNCCL\.hpp": r"process_group/nccl_backend\.cpp",
     r"ProcessGroupGloo\.hpp|<gloo/": r"process_group/gloo_",
-    r"<torch/torch\.h>|<torch/nn": r"module/",
+    r"<torch/torch\.h>|<torch/nn": r"(module|parallel)/",
     r"\bgetenv\b": r"(process_group/launch_env|runtime/log)\.cpp",
 }
 

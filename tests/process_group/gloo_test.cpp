@@ -62,7 +62,7 @@ TEST(Gloo, NamesAPeerThatWasKilled) {
     });
     EXPECT_TRUE(contains(message, "all_reduce"));
     EXPECT_TRUE(contains(message, "rank 1 is gone"));
-    sleep(2); // rank 0 serves the store that has the first diagnosis
+    sleep(4); // rank 0 serves the store that has the first diagnosis
   });
   if (!ended.empty()) {
     EXPECT_EQ(ended[0].exit_code, 0) << ended[0].output;

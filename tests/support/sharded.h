@@ -10,6 +10,7 @@
 #include <mutex>
 
 #include "param/fsdp_param.h"
+#include "param/spread.h"
 #include "support/models.h"
 #include "support/tensors.h"
 
@@ -59,17 +60,9 @@ FSDP_MODULE(Stack);
 /// The part of `whole` that this rank holds of the sharded `param`.
 inline torch::Tensor part_of(const torch::Tensor& whole, const torch::Tensor& param) {
   const auto spread = as_dtensor(param);
-  auto part = whole;
-  for (int64_t axis = 0; axis < spread.device_mesh().ndim(); ++axis) {
-    if (const auto* shard = std::get_if<Shard>(&spread.placements()[axis])) {
-      const auto ranks = spread.device_mesh().size(axis);
-      const auto chunk = (part.size(shard->dim) + ranks - 1) / ranks;
-      const auto start =
-          std::min(part.size(shard->dim), chunk * spread.device_mesh().get_local_rank(axis));
-      part = part.narrow(shard->dim, start, std::min(chunk, part.size(shard->dim) - start));
-    }
-  }
-  return part;
+  const auto& mesh = spread.device_mesh();
+  const std::vector<Placement> replicated(mesh.ndim(), Replicate{});
+  return DTensor::from_local(whole, mesh, replicated).redistribute(spread.placements()).to_local();
 }
 
 inline testing::AssertionResult near(
@@ -105,7 +98,8 @@ inline void expect_parity(
   ASSERT_EQ(actual.keys(), expected.keys());
   for (const auto& item : actual) {
     const auto& whole = expected[item.key()];
-    const bool managed = detail::FSDPParam::find(item.value()) != nullptr;
+    const bool managed =
+        detail::FSDPParam::find(item.value()) || detail::Spread::find(item.value());
     const auto part = [&](const torch::Tensor& tensor) {
       return managed ? part_of(tensor, item.value()) : tensor;
     };

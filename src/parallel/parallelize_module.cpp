@@ -1,0 +1,304 @@
+#include <fsdp/hooked.h>
+#include <fsdp/tensor_parallel.h>
+
+#include <ATen/ATen.h>
+#include <fnmatch.h>
+
+#include <map>
+#include <memory>
+#include <set>
+#include <utility>
+
+#include "base/text.h"
+#include "module/module_tree.h"
+#include "parallel/local_move.h"
+#include "parallel/styles.h"
+#include "param/autograd_compat.h"
+#include "param/spread.h"
+#include "runtime/stream.h"
+#include "tensor/shard_layout.h"
+
+namespace fsdp {
+
+using detail::divides;
+using detail::ParamDivision;
+using detail::Spread;
+using detail::StyledModule;
+
+namespace {
+
+constexpr const char* kTag = "[parallelize_module] ";
+
+// ------------------------------------------------------------ Which modules
+
+/// Finds the modules that a name of a plan means.
+class Search {
+ public:
+  Search(torch::nn::Module& root, const DeviceMesh& mesh, const std::string& path)
+      : mesh_(mesh), parts_(path.empty() ? Names() : detail::split(path, '.')) {
+    descend("", root, 0);
+    TORCH_CHECK_VALUE(
+        !found_.empty(), kTag, "the plan for ", detail::axis_text(mesh), " names '", path,
+        "', but there is no such module in ", detail::type_name(root), ": ", where_it_ends_);
+  }
+  const std::vector<StyledModule>& found() const {
+    return found_;
+  }
+
+ private:
+  using Names = std::vector<std::string>;
+
+  void descend(const std::string& name, torch::nn::Module& module, size_t depth) {
+    if (depth == parts_.size()) {
+      if (seen_.insert(&module).second) { // it may be registered twice
+        found_.push_back({name, &module, mesh_});
+      }
+      return;
+    }
+    bool any = false;
+    for (const auto& child : module.named_children()) {
+      if (fnmatch(parts_[depth].c_str(), child.key().c_str(), 0) == 0) {
+        any = true;
+        descend(name.empty() ? child.key() : name + "." + child.key(), *child.value(), depth + 1);
+      }
+    }
+    if (!any && (where_it_ends_.empty() || depth > deepest_)) {
+      deepest_ = depth;
+      where_it_ends_ = c10::str(
+          "'", parts_[depth], "' is none of the modules in ",
+          StyledModule{name, &module, mesh_}.text(), ": ",
+          detail::join(module.named_children().keys()));
+    }
+  }
+
+  const DeviceMesh mesh_;
+  const Names parts_;
+  std::set<const torch::nn::Module*> seen_;
+  std::vector<StyledModule> found_;
+  size_t deepest_ = 0;
+  std::string where_it_ends_;
+};
+
+Hookable& hooked(const StyledModule& at) {
+  auto* hookable = dynamic_cast<Hookable*>(at.module);
+  TORCH_CHECK_VALUE(
+      hookable && hookable->fsdp_has_forward(), kTag, at.text(),
+      hookable ? " has no forward" : " is not hooked", ", so that for ", detail::axis_text(at.mesh),
+      " its inputs and outputs cannot be converted. Declare its holder with FSDP_MODULE instead of "
+      "TORCH_MODULE, or take the one of fsdp::nn");
+  return *hookable;
+}
+
+/// An entry of the plan at one of its modules.
+struct Target {
+  StyledModule at;
+  const ParallelStyle* style;
+  std::vector<ParamDivision> divisions;
+};
+
+std::vector<Target> targets_of(
+    torch::nn::Module& root, const DeviceMesh& mesh, const ParallelPlan& plan) {
+  std::vector<Target> targets;
+  std::set<const torch::nn::Module*> divided;
+  for (const auto& [path, style] : plan.entries()) {
+    const Search search(root, mesh, path);
+    for (const auto& at : search.found()) {
+      for (const auto& hook : hooked(at).fsdp_hooks) {
+        TORCH_CHECK_VALUE(
+            !divides(style) || !divides(hook), kTag, at.text(),
+            " has been parallelized already, by ", hook.name, ", and cannot be again, over ",
+            detail::axis_text(mesh));
+      }
+      TORCH_CHECK_VALUE(
+          !divides(style) || divided.insert(at.module).second, kTag, at.text(),
+          " is parallelized by two entries of the plan for ", detail::axis_text(mesh));
+      targets.push_back({at, &style, detail::param_divisions(at, style)});
+    }
+  }
+  return targets;
+}
+
+// ------------------------------------------------------------ Checks
+
+void check_dividable(
+    const StyledModule& at,
+    const std::string& name,
+    const at::Tensor& param,
+    const std::vector<Placement>& placements) {
+  TORCH_CHECK_VALUE(
+      !detail::FSDPParam::find(param), kTag, "parameter '", name, "' of ", at.text(),
+      " is sharded by fully_shard already, and cannot be divided over ", at.mesh.str(),
+      ": parallelize_module comes before fully_shard");
+  const auto spread = Spread::find(param);
+  TORCH_CHECK_VALUE(
+      !spread || (spread->spec().mesh == at.mesh && spread->spec().placements == placements), kTag,
+      "parameter '", name, "' of ", at.text(), " lies ",
+      spread ? to_string(spread->spec().placements) + " on " + spread->spec().mesh.str() : "",
+      " already, and cannot lie ", to_string(placements), " on ", at.mesh.str());
+}
+
+/// One parameter at two places of the plan is divided once.
+using Divisions = std::map<const at::TensorImpl*, const ParamDivision*>;
+Divisions check_divisions(const std::vector<Target>& targets) {
+  Divisions all;
+  for (const auto& [at, style, divisions] : targets) {
+    for (const auto& division : divisions) {
+      check_dividable(at, division.name, division.param, {division.placement});
+      const auto& other =
+          *all.emplace(division.param.unsafeGetTensorImpl(), &division).first->second;
+      TORCH_CHECK_VALUE(
+          other.placement == division.placement && other.sum_grads == division.sum_grads, kTag,
+          "parameters '", other.name, "' and '", division.name, "' are one, which ",
+          detail::axis_text(at.mesh), " cannot place as ", to_string(other.placement), " and as ",
+          to_string(division.placement));
+    }
+  }
+  return all;
+}
+
+/// A module that shares a parameter, and is not in the plan, would go on as if
+/// it still had the whole.
+void check_shared(
+    torch::nn::Module& root, const std::vector<Target>& targets, const Divisions& divisions) {
+  std::set<const torch::nn::Module*> told;
+  for (const auto& target : targets) {
+    if (divides(*target.style)) {
+      detail::walk(*target.at.module, [&](const auto&, const auto& at) { told.insert(&at); });
+    }
+  }
+  detail::walk(root, [&](const std::string& name, torch::nn::Module& module) {
+    const auto* hookable = dynamic_cast<const Hookable*>(&module);
+    for (size_t i = 0; hookable && i < hookable->fsdp_hooks.size(); ++i) {
+      if (divides(hookable->fsdp_hooks[i])) { // by an earlier plan
+        told.insert(&module);
+      }
+    }
+    for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+      const auto found = divisions.find(item.value().unsafeGetTensorImpl());
+      TORCH_CHECK_VALUE(
+          found == divisions.end() || told.count(&module), kTag, "parameter '",
+          name.empty() ? item.key() : name + "." + item.key(), "' is shared with '",
+          found->second->name, "', which ", detail::axis_text(targets.front().at.mesh),
+          " is to place as ", to_string(found->second->placement),
+          ". Put both modules into one plan, with styles that agree: RowwiseParallel of an "
+          "Embedding and ColwiseParallel of a Linear do");
+    }
+  });
+}
+
+// ------------------------------------------------------------ Parameters
+
+/// Puts this rank's piece into the tensor, for whoever holds it.
+std::shared_ptr<Spread> spread(
+    const at::Tensor& param, const std::string& name, const detail::TensorSpec& spec) {
+  at::NoGradGuard no_grad;
+  const auto whole = param.detach();
+  const auto& mesh = spec.mesh;
+  if (param.is_meta()) {
+    const auto sizes =
+        detail::local_sizes(spec.sizes, spec.placements, mesh.shape(), mesh.get_coordinate());
+    param.set_data(at::empty(sizes, whole.options()));
+  } else {
+    const auto device = detail::current_device(mesh.device_type());
+    param.set_data(detail::distribute(whole.to(device), spec));
+  }
+  param.mutable_grad().reset();
+  if (param.requires_grad()) { // a graph that is still there has one of the old sizes
+    torch::autograd::impl::set_grad_accumulator(param, detail::weak_node(detail::NodePtr()));
+  }
+  return std::make_shared<Spread>(param, name, spec);
+}
+
+/// Every gradient that arrives is one term of a sum over the ranks.
+void sum_gradients(const ParamDivision& division, const DeviceMesh& mesh) {
+  const detail::LocalMove move{mesh, Partial{}, Replicate{}};
+  const detail::MoveLabel label{kTag + ("the gradient of '" + division.name + "'"), division.name};
+  const auto& param = division.param;
+  const bool requires_grad = param.requires_grad();
+  param.set_requires_grad(true); // it may be unfrozen later
+  param.register_hook([move, label](const at::Tensor& grad) {
+    return grad.defined() ? detail::move_local(grad, move, label) : grad;
+  });
+  param.set_requires_grad(requires_grad);
+}
+
+using Spreads = std::vector<std::shared_ptr<Spread>>;
+
+Spreads divide(const Target& target) {
+  Spreads spreads;
+  for (const auto& division : target.divisions) {
+    auto known = Spread::find(division.param); // shared with another module
+    if (!known) {
+      const auto sizes = division.param.sizes().vec();
+      known = spread(division.param, division.name, {target.at.mesh, {division.placement}, sizes});
+      if (division.sum_grads) {
+        sum_gradients(division, target.at.mesh);
+      }
+    }
+    spreads.push_back(std::move(known));
+  }
+  return spreads;
+}
+
+} // namespace
+
+void parallelize_module(ModuleRef module, const DeviceMesh& mesh, const ParallelPlan& plan) {
+  TORCH_CHECK_VALUE(
+      mesh.ndim() == 1, kTag, "needs a mesh of one axis, not ", mesh.str(),
+      "; take a slice of it: mesh[\"tp\"]");
+  detail::check_members(*module);
+  const auto targets = targets_of(*module, mesh, plan);
+  check_shared(*module, targets, check_divisions(targets));
+  for (const auto& target : targets) { // in the plan's order, which is every rank's
+    auto spreads = std::make_shared<const Spreads>(divide(target));
+    auto& hooks = hooked(target.at).fsdp_hooks;
+    for (auto& hook : detail::forward_hooks(target.at, *target.style)) {
+      hook.keeps = spreads;
+      hooks.push_back(std::move(hook));
+    }
+  }
+}
+
+void distribute_parameter(
+    ModuleRef module,
+    const std::string& name,
+    const DeviceMesh& mesh,
+    std::vector<Placement> placements) {
+  const StyledModule at{"", &*module, mesh};
+  const auto params = module->named_parameters(/*recurse=*/false);
+  const auto* param = params.find(name);
+  TORCH_CHECK_VALUE(
+      param, kTag, at.text(), " has no parameter '", name, "' to divide over ", mesh.str(),
+      "; it has ", detail::join(params.keys()));
+  placements = detail::normalized(std::move(placements), param->dim(), mesh.ndim());
+  detail::check_members(*module);
+  check_dividable(at, name, *param, placements);
+  TORCH_CHECK_VALUE(
+      !Spread::find(*param), kTag, "parameter '", name, "' of ", at.text(), " is divided over ",
+      mesh.str(), " already");
+  auto& hooks = hooked(at).fsdp_hooks;
+  const detail::TensorSpec spec{mesh, std::move(placements), param->sizes().vec()};
+  hooks.push_back({.name = "distribute_parameter", .keeps = spread(*param, name, spec)});
+}
+
+void distribute_module(ModuleRef module, const DeviceMesh& mesh) {
+  const StyledModule at{"", &*module, mesh};
+  detail::check_members(*module);
+  auto& hooks = hooked(at).fsdp_hooks;
+  const std::vector<Placement> replicated(mesh.ndim(), Replicate{});
+  const auto params = detail::distinct_parameters(*module);
+  for (const auto& [name, param] : params) {
+    if (!Spread::find(param)) {
+      check_dividable(at, name, param, replicated);
+    }
+  }
+  auto spreads = std::make_shared<Spreads>();
+  for (const auto& [name, param] : params) {
+    if (!Spread::find(param)) {
+      spreads->push_back(spread(param, name, {mesh, replicated, param.sizes().vec()}));
+    }
+  }
+  hooks.push_back({.name = "distribute_module", .keeps = std::move(spreads)});
+}
+
+} // namespace fsdp

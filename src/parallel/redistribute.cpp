@@ -1,0 +1,293 @@
+#include <fsdp/redistribute.h>
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <map>
+#include <mutex>
+#include <set>
+#include <utility>
+
+#include "parallel/conversion.h"
+#include "parallel/local_move.h"
+#include "state/autograd_hooks.h"
+#include "tensor/shard_layout.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+namespace autograd = torch::autograd;
+using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
+
+// ------------------------------------------------------------ How long the whole is
+
+struct Divided {
+  c10::weak_intrusive_ptr<c10d::Backend> group; // its address is not given to another one
+  std::set<int64_t> dims;
+};
+// Per rank: each has its own backend. Every rank of a group takes the same notes at
+// the same place of its program, so they agree on what is in here.
+std::mutex unevenly_mutex;
+std::map<const c10d::Backend*, Divided> unevenly;
+
+bool is_divided_unevenly(const ProcessGroup& group, int64_t dim) {
+  std::lock_guard lock(unevenly_mutex);
+  const auto found = unevenly.find(group.backend().get());
+  return found != unevenly.end() && found->second.dims.count(dim) > 0;
+}
+
+int64_t whole_length(
+    const at::Tensor& local, int64_t dim, const LocalMove& move, const MoveLabel& label) {
+  const auto group = move.mesh.get_group();
+  const auto size = group.size();
+  if (!is_divided_unevenly(group, dim)) {
+    return local.size(dim) * size;
+  }
+  const auto mine = at::full({1}, local.size(dim), local.options().dtype(at::kLong));
+  auto all = at::empty({size}, mine.options());
+  const ForModule for_module(label.module);
+  group.all_gather(all, mine);
+  const auto lengths = all.cpu();
+  const auto* length = lengths.const_data_ptr<int64_t>();
+  int64_t whole = 0;
+  for (int rank = 0; rank < size; ++rank) {
+    whole += length[rank];
+  }
+  for (int rank = 0; rank < size; ++rank) {
+    TORCH_CHECK_VALUE(
+        length[rank] == chunk_run(whole, size, rank).length, label.what, ": along dim ", dim,
+        " the ranks of ", axis_text(move.mesh), " have ", at::IntArrayRef(length, size),
+        ", which are not the chunks of ", whole);
+  }
+  return whole;
+}
+
+/// Of the whole tensor; the move's placements are normalized.
+std::vector<int64_t> whole_sizes(
+    const at::Tensor& local,
+    const LocalMove& move,
+    const MoveLabel& label,
+    const std::optional<std::vector<int64_t>>& given) {
+  auto sizes = local.sizes().vec();
+  const auto dim = shard_dim(move.from);
+  if (!given) {
+    if (dim >= 0) {
+      sizes[dim] = whole_length(local, dim, move, label);
+    }
+    return sizes;
+  }
+  const auto expected =
+      local_sizes(*given, {move.from}, move.mesh.shape(), move.mesh.get_coordinate());
+  TORCH_CHECK_VALUE(
+      local.sizes() == at::IntArrayRef(expected), label.what, " has sizes ", local.sizes(),
+      ", but of ", at::IntArrayRef(*given), " placed ", to_string(move.from), " on ",
+      axis_text(move.mesh), " this rank holds ", at::IntArrayRef(expected));
+  return *given;
+}
+
+// ------------------------------------------------------------ Checks
+
+void check_placement(const Placement& placement, const LocalMove& move, const MoveLabel& label) {
+  const auto* partial = std::get_if<Partial>(&placement);
+  TORCH_CHECK_VALUE(
+      !std::holds_alternative<StridedShard>(placement) &&
+          (!partial || partial->op.kind() == ReduceOp::Sum),
+      label.what, " cannot be placed ", to_string(placement), " on ", axis_text(move.mesh),
+      ": take Replicate, Shard or Partial (a sum)");
+}
+
+/// With dims that are not negative, and the gradient's placement filled in.
+LocalMove checked(const at::Tensor& local, LocalMove move, const MoveLabel& label) {
+  TORCH_CHECK_VALUE(
+      move.mesh.ndim() == 1, label.what, ": needs a mesh of one axis, not ", move.mesh.str(),
+      "; take a slice of it");
+  TORCH_CHECK_VALUE(local.defined(), label.what, " is undefined");
+  for (auto* placement : {&move.from, &move.to}) {
+    check_placement(*placement, move, label);
+    if (auto* shard = std::get_if<Shard>(placement)) {
+      TORCH_CHECK_VALUE(
+          shard->dim >= -local.dim() && shard->dim < local.dim(), label.what, " has sizes ",
+          local.sizes(), ", which ", axis_text(move.mesh), " cannot divide as ",
+          to_string(*placement), " says");
+      shard->dim += shard->dim < 0 ? local.dim() : 0;
+    }
+  }
+  const bool partial = std::holds_alternative<Partial>(move.to);
+  const Placement by_default = partial ? Placement(Replicate{}) : move.to;
+  TORCH_CHECK_VALUE(
+      !move.grad || *move.grad == by_default ||
+          (std::holds_alternative<Replicate>(move.to) && *move.grad == Placement(Partial{})),
+      label.what, ": a gradient that lies ", move.grad ? to_string(*move.grad) : "",
+      " does not go with a result that lies ", to_string(move.to));
+  move.grad = move.grad.value_or(by_default);
+  return move;
+}
+
+bool is_nothing(const LocalMove& move) {
+  return move.mesh.size() == 1 || (move.from == move.to && *move.grad != Placement(Partial{}));
+}
+
+/// Takes note of what the move divides. Gradients lie like values, except that
+/// those of the terms of a sum are the sum's.
+Conversion conversion_of(
+    const LocalMove& move, std::vector<int64_t> sizes, const MoveLabel& label) {
+  if (const auto dim = shard_dim(move.to); dim >= 0) {
+    note_division(move.mesh, dim, sizes[dim]);
+  }
+  const bool partial = std::holds_alternative<Partial>(move.from);
+  const Placement grad_to = partial ? Placement(Replicate{}) : move.from;
+  return {move.mesh, std::move(sizes), {move.from, move.to}, {*move.grad, grad_to}, label.module};
+}
+
+// ------------------------------------------------------------ Inputs
+
+/// See Note [Inputs that several modules share]. What the result was is told by its
+/// memory: of the tensor itself, autograd may have kept no more than a view.
+struct LastInput {
+  WeakTensor source;
+  int64_t source_version;
+  const c10d::Backend* group; // compared only: a mesh would keep its groups alive
+  Placement from, to, grad;
+  bool has_node;
+  WeakNodePtr node;
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory;
+  std::vector<int64_t> sizes;
+  c10::VariableVersion version;
+  uint32_t version_then;
+};
+thread_local std::optional<LastInput> last_input;
+
+bool is_last(const LastInput& last, const at::Tensor& source, const LocalMove& move) {
+  return last.source.lock().get() == source.unsafeGetTensorImpl() &&
+         last.source_version == source._version() && last.has_node == needs_grad(source) &&
+         last.group == move.mesh.get_group().backend().get() && last.from == move.from &&
+         last.to == move.to && last.grad == *move.grad &&
+         last.version.current_version() == last.version_then;
+}
+
+/// What became of the last input, if this is the one; else undefined.
+at::Tensor find_last(const at::Tensor& source, const LocalMove& move) {
+  if (!last_input || source.is_inference() || !is_last(*last_input, source, move)) {
+    return {};
+  }
+  const auto node = last_input->node.lock();
+  auto memory = last_input->memory.lock();
+  if (!memory || (last_input->has_node && !node)) {
+    return {};
+  }
+  if (source.storage().unsafeGetStorageImpl() == memory.get()) {
+    return node ? view_behind(source, node) : source;
+  }
+  at::NoGradGuard no_grad;
+  auto result = at::empty({0}, source.options());
+  result.set_(c10::Storage(std::move(memory)), 0, last_input->sizes, {});
+  result.unsafeGetTensorImpl()->set_version_counter(last_input->version);
+  if (node) {
+    autograd::set_history(result, node);
+  }
+  return result;
+}
+
+void remember(
+    const at::Tensor& source,
+    const at::Tensor& result,
+    const LocalMove& move,
+    const NodePtr& node) {
+  if (source.is_inference() || result.is_inference()) {
+    return;
+  }
+  const auto& version = result.unsafeGetTensorImpl()->version_counter();
+  last_input.emplace(LastInput{
+      .source = WeakTensor(source.getIntrusivePtr()),
+      .source_version = source._version(),
+      .group = move.mesh.get_group().backend().get(),
+      .from = move.from,
+      .to = move.to,
+      .grad = *move.grad,
+      .has_node = needs_grad(source),
+      .node = weak_node(node),
+      .memory = result.storage().getWeakStorageImpl(),
+      .sizes = result.sizes().vec(),
+      .version = version,
+      .version_then = version.current_version()});
+}
+
+/// What gathered this input of the module around, if it may be bypassed.
+const ConversionNode* gathered_by(const at::Tensor& input, const LocalMove& move) {
+  const auto* node = dynamic_cast<const ConversionNode*>(input.grad_fn().get());
+  const bool fits = node && node->conversion().of_input && node->conversion().mesh == move.mesh &&
+                    move.from == Placement(Replicate{}) && move.to == Placement(Replicate{}) &&
+                    node->conversion().grad.from == Placement(Replicate{}) &&
+                    move.grad == Placement(Partial{});
+  return fits ? node : nullptr;
+}
+
+} // namespace
+
+at::Tensor move_local(
+    const at::Tensor& local,
+    const LocalMove& asked,
+    const MoveLabel& label,
+    const std::optional<std::vector<int64_t>>& sizes) {
+  const auto move = checked(local, asked, label);
+  if (is_nothing(move)) {
+    return local;
+  }
+  return convert(local, conversion_of(move, whole_sizes(local, move, label, sizes), label));
+}
+
+at::Tensor move_input(const at::Tensor& local, const LocalMove& asked, const MoveLabel& label) {
+  const auto move = checked(local, asked, label);
+  if (is_nothing(move)) {
+    return local;
+  }
+  if (auto found = find_last(local, move); found.defined()) {
+    return found;
+  }
+  const auto* gathered = needs_grad(local) ? gathered_by(local, move) : nullptr;
+  auto conversion = conversion_of(move, whole_sizes(local, move, label, {}), label);
+  conversion.of_input = true;
+  if (gathered) {
+    conversion.grad.to = gathered->conversion().grad.to;
+  }
+  const auto node = node_of(conversion, gathered ? gathered->next_edges() : edges_of(local));
+  auto result = convert_behind(local, conversion, node);
+  remember(local, result, move, node);
+  return result;
+}
+
+void note_division(const DeviceMesh& mesh, int64_t dim, int64_t length) {
+  if (length % mesh.size() == 0) {
+    return;
+  }
+  const auto group = mesh.get_group();
+  std::lock_guard lock(unevenly_mutex);
+  std::erase_if(unevenly, [](const auto& item) { return item.second.group.expired(); });
+  const auto place = unevenly.try_emplace(
+      group.backend().get(), Divided{c10::weak_intrusive_ptr(group.backend()), {}});
+  place.first->second.dims.insert(dim);
+}
+
+std::string axis_text(const DeviceMesh& mesh) {
+  return mesh.names().empty() ? "the one axis of " + mesh.str()
+                              : "mesh axis '" + mesh.names().front() + "' of " + mesh.str();
+}
+
+} // namespace fsdp::detail
+
+namespace fsdp {
+
+at::Tensor redistribute(
+    const at::Tensor& local,
+    const DeviceMesh& mesh,
+    const Placement& from,
+    const Placement& to,
+    const RedistributeOptions& options) {
+  return detail::move_local(
+      local, {mesh, from, to, options.grad_placement}, {.what = "[redistribute] the tensor"},
+      options.sizes);
+}
+
+} // namespace fsdp

@@ -1,0 +1,384 @@
+#include "parallel/styles.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
+
+#include <memory>
+#include <utility>
+
+#include "module/module_tree.h"
+#include "parallel/local_move.h"
+#include "param/spread.h"
+#include "tensor/shard_layout.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+using torch::nn::EmbeddingImpl;
+using torch::nn::LinearImpl;
+using Tensors = ForwardHook::Tensors;
+using AtOutputs = ForwardHook::AtOutputs;
+
+constexpr const char* kTag = "[parallelize_module] ";
+
+/// Another value while it lives.
+template <class T>
+class Swapped {
+ public:
+  Swapped(T& place, T value) : place_(place), kept_(std::exchange(place, std::move(value))) {}
+  ~Swapped() {
+    place_ = std::move(kept_);
+  }
+  Swapped(const Swapped&) = delete;
+  Swapped& operator=(const Swapped&) = delete;
+
+ private:
+  T& place_;
+  T kept_;
+};
+
+MoveLabel label_of(const StyledModule& at, const std::string& which) {
+  return {kTag + which + " of " + at.text(), at.name};
+}
+
+at::Tensor& first(const Tensors& tensors, const MoveLabel& label) {
+  TORCH_CHECK_VALUE(
+      !tensors.empty() && tensors.front()->defined(), label.what, " is no tensor, or undefined");
+  return *tensors.front();
+}
+
+/// Of the parameter that this rank has a piece of.
+int64_t whole_size(const at::Tensor& param, int64_t dim) {
+  return Spread::find(param)->spec().sizes[dim];
+}
+
+/// `style` stays as long as the module has the hook, and so as long as any call.
+template <class Style>
+ForwardHook hook_of(std::string name, Style style) {
+  return {
+      std::move(name), [style = std::make_shared<const Style>(std::move(style))](
+                           const Tensors& inputs) { return style->begin(inputs); }};
+}
+
+// ------------------------------------------------------------ Colwise
+
+/// Of a Linear or an Embedding.
+struct Colwise {
+  StyledModule at;
+  ColwiseParallel style;
+  int64_t num_features; // of the whole output
+  MoveLabel input_label = label_of(at, "input 0");
+  MoveLabel output_label = label_of(at, "output 0");
+
+  AtOutputs begin(const Tensors& inputs) const {
+    auto& input = first(inputs, input_label);
+    // Every rank computes other features from it, so gradients are summed.
+    input = move_input(input, {at.mesh, style.input_layouts, Replicate{}, Partial{}}, input_label);
+    return [this](const Tensors& outputs) {
+      auto& output = first(outputs, output_label);
+      auto sizes = output.sizes().vec();
+      sizes.back() = num_features;
+      note_division(at.mesh, output.dim() - 1, num_features);
+      output = move_local(output, {at.mesh, Shard{-1}, style.output_layouts}, output_label, sizes);
+    };
+  }
+};
+
+// ------------------------------------------------------------ Rowwise
+
+struct RowwiseLinear {
+  StyledModule at;
+  RowwiseParallel style;
+  LinearImpl* linear;
+  MoveLabel input_label = label_of(at, "input 0");
+  MoveLabel output_label = label_of(at, "output 0");
+  MoveLabel bias_label = label_of(at, "the bias");
+
+  AtOutputs begin(const Tensors& inputs) const {
+    auto& input = first(inputs, input_label);
+    input = move_input(input, {at.mesh, style.input_layouts, Shard{-1}}, input_label);
+    TORCH_CHECK_VALUE(
+        input.size(-1) == linear->weight.size(1), input_label.what, " has sizes ", input.sizes(),
+        ", but this rank of ", axis_text(at.mesh), " holds ", linear->weight.size(1), " of ",
+        whole_size(linear->weight, 1), " input features: does it lie as input_layouts says?");
+    std::shared_ptr<Swapped<at::Tensor>> bias;
+    if (linear->bias.defined()) {
+      // Added by one rank. The gradient is whole on all, as that of the output is.
+      auto term = move_local(linear->bias, {at.mesh, Replicate{}, Partial{}}, bias_label);
+      bias = std::make_shared<Swapped<at::Tensor>>(linear->bias, std::move(term));
+    }
+    return [this, bias](const Tensors& outputs) {
+      auto& output = first(outputs, output_label);
+      output = move_local(output, {at.mesh, Partial{}, style.output_layouts}, output_label);
+    };
+  }
+};
+
+/// One lookup in this rank's rows of the table: those of others give zeros.
+class VocabularyLookup {
+ public:
+  VocabularyLookup(EmbeddingImpl& embedding, at::Tensor& tokens, Run rows) {
+    const auto local = tokens - rows.offset;
+    is_elsewhere_ = (local < 0) | (local >= rows.length);
+    tokens = local.masked_fill(is_elsewhere_, 0);
+    std::optional<int64_t> padding;
+    if (const auto& whole = embedding.options.padding_idx();
+        whole && *whole >= rows.offset && *whole < rows.offset + rows.length) {
+      padding = *whole - rows.offset;
+    }
+    padding_.emplace(embedding.options.padding_idx(), padding);
+    if (rows.length == 0) { // there has to be a row to look at
+      const auto& weight = embedding.weight;
+      weight_.emplace(
+          embedding.weight, at::cat({weight, at::zeros({1, weight.size(1)}, weight.options())}));
+    }
+  }
+
+  at::Tensor masked(const at::Tensor& output) const {
+    return output.masked_fill(is_elsewhere_.unsqueeze(-1), 0);
+  }
+
+ private:
+  at::Tensor is_elsewhere_;
+  std::optional<Swapped<std::optional<int64_t>>> padding_;
+  std::optional<Swapped<at::Tensor>> weight_;
+};
+
+struct RowwiseEmbedding {
+  StyledModule at;
+  RowwiseParallel style;
+  EmbeddingImpl* embedding;
+  int64_t num_rows = whole_size(embedding->weight, 0);
+  Run rows = chunk_run(num_rows, at.mesh.size(), at.mesh.get_local_rank());
+  MoveLabel input_label = label_of(at, "input 0");
+  MoveLabel output_label = label_of(at, "output 0");
+
+  AtOutputs begin(const Tensors& inputs) const {
+    auto& tokens = first(inputs, input_label);
+    tokens = move_input(tokens, {at.mesh, style.input_layouts, Replicate{}}, input_label);
+    // No rank would miss it.
+    at::_assert_async(
+        ((tokens >= 0) & (tokens < num_rows)).all(),
+        input_label.what + " has a number that is none of the table's rows");
+    const auto lookup = std::make_shared<VocabularyLookup>(*embedding, tokens, rows);
+    return [this, lookup](const Tensors& outputs) {
+      auto& output = first(outputs, output_label);
+      output = move_local(
+          lookup->masked(output), {at.mesh, Partial{}, style.output_layouts}, output_label);
+    };
+  }
+};
+
+// ------------------------------------------------------------ Sequence, Prepare
+
+struct Sequence {
+  StyledModule at;
+  int64_t dim;
+  MoveLabel input_label = label_of(at, "input 0");
+
+  AtOutputs begin(const Tensors& inputs) const {
+    const auto& input = first(inputs, input_label);
+    TORCH_CHECK_VALUE(
+        dim >= -input.dim() && dim < input.dim(), input_label.what, " has sizes ", input.sizes(),
+        ", which ", axis_text(at.mesh), " cannot divide along dim ", dim);
+    return {};
+  }
+};
+
+/// Of all inputs, or all outputs.
+struct Preparation {
+  StyledModule at;
+  std::string role; // "input" or "output"
+  Layouts from, to;
+  std::vector<MoveLabel> labels = {};
+
+  void check(const char* style) const {
+    TORCH_CHECK_VALUE(
+        from.each().size() == to.each().size(), kTag, style, " of ", at.text(), ": ", role,
+        "_layouts and desired_", role, "_layouts should have same length, not ", from.each().size(),
+        " and ", to.each().size());
+  }
+  Preparation with_labels() && {
+    for (size_t i = 0; i < from.each().size(); ++i) {
+      labels.push_back(label_of(at, c10::str(role, " ", i)));
+    }
+    return std::move(*this);
+  }
+  void run(const Tensors& tensors) const {
+    TORCH_CHECK_VALUE(
+        tensors.size() == labels.size(), kTag, at.text(), " has ", tensors.size(), " tensors as ",
+        role, ", but the plan gives ", labels.size(), " ", role,
+        "_layouts: they should have same length");
+    for (size_t i = 0; i < labels.size(); ++i) {
+      auto& tensor = *tensors[i];
+      if (from.each()[i] && to.each()[i] && tensor.defined()) {
+        const LocalMove move{at.mesh, *from.each()[i], *to.each()[i]};
+        tensor = role == "input" ? move_input(tensor, move, labels[i])
+                                 : move_local(tensor, move, labels[i]);
+      }
+    }
+  }
+  AtOutputs begin(const Tensors& inputs) const {
+    if (role == "input") {
+      run(inputs);
+      return {};
+    }
+    return [this](const Tensors& outputs) { run(outputs); };
+  }
+};
+
+template <class Style>
+Preparation input_of(const StyledModule& at, const Style& style) {
+  return {at, "input", style.input_layouts, style.desired_input_layouts};
+}
+template <class Style>
+Preparation output_of(const StyledModule& at, const Style& style) {
+  return {at, "output", style.output_layouts, style.desired_output_layouts};
+}
+
+// ------------------------------------------------------------ Which style does what
+
+void check_layout(const StyledModule& at, const char* field, const Placement& layout) {
+  const auto* partial = std::get_if<Partial>(&layout);
+  TORCH_CHECK_VALUE(
+      !std::holds_alternative<StridedShard>(layout) &&
+          (!partial || partial->op.kind() == ReduceOp::Sum),
+      kTag, field, " of ", at.text(), " is ", to_string(layout), ", which ", axis_text(at.mesh),
+      " cannot do: take Replicate, Shard or Partial (a sum)");
+}
+
+using Divisions = std::vector<ParamDivision>;
+
+Divisions divisions(const StyledModule& at, const Placement& weight, const Placement& bias) {
+  Divisions result;
+  for (const auto& [name, param] : named_parameters(*at.module)) {
+    result.push_back(
+        {at.name.empty() ? name : at.name + "." + name, param, name == "bias" ? bias : weight});
+  }
+  return result;
+}
+
+/// The dim of the weight that the style divides; for a Linear, and an Embedding.
+int64_t divided_dim(const StyledModule& at, const char* style, int64_t linear, int64_t embedding) {
+  if (dynamic_cast<const LinearImpl*>(at.module)) {
+    return linear;
+  }
+  const auto* table = dynamic_cast<const EmbeddingImpl*>(at.module);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      table, kTag, style, " currently only supports Linear and Embedding, not ", at.text());
+  // They look at whole rows, or count tokens.
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !table->options.max_norm() && !table->options.scale_grad_by_freq(), kTag, style, " of ",
+      at.text(), " does not support its options max_norm and scale_grad_by_freq");
+  return embedding;
+}
+
+struct DivisionsOf {
+  const StyledModule& at;
+
+  Divisions operator()(const ColwiseParallel& style) const {
+    check_layout(at, "input_layouts", style.input_layouts);
+    check_layout(at, "output_layouts", style.output_layouts);
+    return divisions(at, Shard{divided_dim(at, "ColwiseParallel", 0, 1)}, Shard{0});
+  }
+  Divisions operator()(const RowwiseParallel& style) const {
+    check_layout(at, "input_layouts", style.input_layouts);
+    check_layout(at, "output_layouts", style.output_layouts);
+    return divisions(at, Shard{divided_dim(at, "RowwiseParallel", 1, 0)}, Replicate{});
+  }
+  Divisions operator()(const SequenceParallel&) const {
+    auto result = divisions(at, Replicate{}, Replicate{});
+    for (auto& division : result) {
+      division.sum_grads = true; // each rank has part of the sequence
+    }
+    return result;
+  }
+  Divisions operator()(const PrepareModuleInput& style) const {
+    return prepared("PrepareModuleInput", {input_of(at, style)});
+  }
+  Divisions operator()(const PrepareModuleOutput& style) const {
+    return prepared("PrepareModuleOutput", {output_of(at, style)});
+  }
+  Divisions operator()(const PrepareModuleInputOutput& style) const {
+    return prepared("PrepareModuleInputOutput", {input_of(at, style), output_of(at, style)});
+  }
+
+ private:
+  Divisions prepared(const char* style, const std::vector<Preparation>& preparations) const {
+    for (const auto& preparation : preparations) {
+      preparation.check(style);
+      for (const auto& layouts : {preparation.from, preparation.to}) {
+        for (const auto& layout : layouts.each()) {
+          check_layout(at, style, layout.value_or(Replicate{}));
+        }
+      }
+    }
+    return {};
+  }
+};
+
+struct HooksOf {
+  using Hooks = std::vector<ForwardHook>;
+  const StyledModule& at;
+
+  Hooks operator()(const ColwiseParallel& style) const {
+    const auto* linear = dynamic_cast<const LinearImpl*>(at.module);
+    const auto num_features =
+        linear ? whole_size(linear->weight, 0)
+               : whole_size(dynamic_cast<const EmbeddingImpl&>(*at.module).weight, 1);
+    return {hook_of("ColwiseParallel", Colwise{at, style, num_features})};
+  }
+  Hooks operator()(const RowwiseParallel& style) const {
+    if (auto* linear = dynamic_cast<LinearImpl*>(at.module)) {
+      return {hook_of("RowwiseParallel", RowwiseLinear{at, style, linear})};
+    }
+    auto* embedding = dynamic_cast<EmbeddingImpl*>(at.module);
+    return {hook_of("RowwiseParallel", RowwiseEmbedding{at, style, embedding})};
+  }
+  Hooks operator()(const SequenceParallel& style) const {
+    return {hook_of("SequenceParallel", Sequence{at, style.sequence_dim})};
+  }
+  Hooks operator()(const PrepareModuleInput& style) const {
+    return {hook_of("PrepareModuleInput", input_of(at, style).with_labels())};
+  }
+  Hooks operator()(const PrepareModuleOutput& style) const {
+    return {hook_of("PrepareModuleOutput", output_of(at, style).with_labels())};
+  }
+  Hooks operator()(const PrepareModuleInputOutput& style) const {
+    Hooks hooks;
+    if (!style.input_layouts.each().empty()) {
+      hooks.push_back(hook_of("PrepareModuleInputOutput", input_of(at, style).with_labels()));
+    }
+    hooks.push_back(hook_of("PrepareModuleInputOutput", output_of(at, style).with_labels()));
+    return hooks;
+  }
+};
+
+} // namespace
+
+std::string StyledModule::text() const {
+  const auto type = type_name(*module);
+  return name.empty() ? "the " + type : "'" + name + "' (" + type + ")";
+}
+
+std::vector<ParamDivision> param_divisions(const StyledModule& at, const ParallelStyle& style) {
+  return std::visit(DivisionsOf{at}, style);
+}
+
+bool divides(const ParallelStyle& style) {
+  return std::holds_alternative<ColwiseParallel>(style) ||
+         std::holds_alternative<RowwiseParallel>(style) ||
+         std::holds_alternative<SequenceParallel>(style);
+}
+
+bool divides(const ForwardHook& hook) {
+  return !hook.name.starts_with("Prepare");
+}
+
+std::vector<ForwardHook> forward_hooks(const StyledModule& at, const ParallelStyle& style) {
+  return std::visit(HooksOf{at}, style);
+}
+
+} // namespace fsdp::detail

@@ -1,0 +1,162 @@
+#include "param/param_placement.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "param/fsdp_param.h"
+#include "tensor/shard_layout.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+/// A mesh in the making, axis by axis.
+struct Axes {
+  std::optional<DeviceMesh> mesh = {};
+  std::vector<Placement> placements = {};
+
+  void add(const DeviceMesh& more, const std::vector<Placement>& placed) {
+    mesh = mesh ? concatenate(*mesh, more) : more;
+    placements.insert(placements.end(), placed.begin(), placed.end());
+  }
+};
+
+/// Data parallelism divides after all others: where a later axis divides the same
+/// dim, its Shard becomes a StridedShard.
+TensorSpec divided_last(Axes axes, size_t shard_axis, std::vector<int64_t> sizes) {
+  const auto dim = shard_dim(axes.placements[shard_axis]);
+  int64_t split_factor = 1;
+  for (size_t axis = shard_axis + 1; axis < axes.placements.size(); ++axis) {
+    split_factor *= shard_dim(axes.placements[axis]) == dim ? axes.mesh->shape()[axis] : 1;
+  }
+  if (split_factor > 1) {
+    axes.placements[shard_axis] = StridedShard{dim, split_factor};
+  }
+  return {std::move(*axes.mesh), std::move(axes.placements), std::move(sizes)};
+}
+
+/// The axes of the whole mesh in its order, those of the shards as one.
+TensorSpec placed_in_whole(const DataParallelMesh& mesh, int64_t dim, const Spread& spread) {
+  const auto& [whole, dims] = *mesh.whole;
+  const auto& spec = spread.spec();
+  const auto lists = [](const auto& names, const auto& name) {
+    return std::find(names.begin(), names.end(), name) != names.end();
+  };
+  Axes axes;
+  std::optional<size_t> shard_axis;
+  for (const auto& name : whole.names()) {
+    if (lists(dims.shard, name)) {
+      if (!shard_axis) {
+        shard_axis = axes.placements.size();
+        axes.add(*mesh.shard_mesh(), {Shard{dim}});
+      }
+      continue;
+    }
+    const auto own = std::find(spec.mesh.names().begin(), spec.mesh.names().end(), name);
+    const auto placement = own == spec.mesh.names().end()
+                               ? Placement(Replicate{})
+                               : spec.placements[own - spec.mesh.names().begin()];
+    axes.add(whole[name], {placement});
+  }
+  // Where it was not merged from others, this is the mesh that was given.
+  return shard_axis ? divided_last(std::move(axes), *shard_axis, spec.sizes)
+                    : TensorSpec{*axes.mesh, axes.placements, spec.sizes};
+}
+
+void check_in_whole(const DataParallelMesh& mesh, const Spread* spread) {
+  const auto& [whole, dims] = *mesh.whole;
+  TORCH_CHECK_VALUE(
+      spread,
+      "When dp_mesh_dims is given, all parameters must be DTensors on the mesh: place this one "
+      "there by distribute_module or parallelize_module first, or leave dp_mesh_dims out and give "
+      "the slice of the mesh over which to shard");
+  const auto& spec = spread->spec();
+  const auto& known = whole.names();
+  for (size_t axis = 0; axis < spec.placements.size(); ++axis) {
+    const auto& names = spec.mesh.names();
+    TORCH_CHECK_VALUE(
+        !names.empty() && std::find(known.begin(), known.end(), names[axis]) != known.end() &&
+            whole[names[axis]] == spec.mesh[names[axis]],
+        "it lies on ", spec.mesh.str(), ", which is not the same mesh as the one given, ",
+        whole.str(), ", or a slice of it");
+    for (const auto* own : {&dims.shard, &dims.replicate}) {
+      TORCH_CHECK_VALUE(
+          std::find(own->begin(), own->end(), names[axis]) == own->end() ||
+              std::holds_alternative<Replicate>(spec.placements[axis]),
+          "Expected Replicate() on the axis '", names[axis],
+          "', which dp_mesh_dims gives to data parallelism, but got ",
+          to_string(spec.placements[axis]));
+    }
+  }
+}
+
+} // namespace
+
+TensorSpec placed_over(
+    const DataParallelMesh& mesh,
+    int64_t dim,
+    const std::vector<int64_t>& sizes,
+    const Spread* spread) {
+  if (mesh.whole) {
+    check_in_whole(mesh, spread);
+    return placed_in_whole(mesh, dim, *spread);
+  }
+  Axes axes;
+  axes.add(mesh.mesh, std::vector<Placement>(mesh.mesh.ndim(), Replicate{}));
+  if (mesh.shard_axis) {
+    axes.placements[*mesh.shard_axis] = Shard{dim};
+  }
+  if (spread) {
+    axes.add(spread->spec().mesh, spread->spec().placements);
+  }
+  return mesh.shard_axis ? divided_last(std::move(axes), *mesh.shard_axis, sizes)
+                         : TensorSpec{*axes.mesh, axes.placements, sizes};
+}
+
+std::optional<TensorSpec> placement_of(const at::Tensor& param) {
+  const auto* managed = FSDPParam::find(param);
+  const auto spread = Spread::find(param);
+  if (managed) {
+    const auto& geometry = managed->geometry();
+    return placed_over(
+        managed->mesh(), geometry.dim, spread ? spread->spec().sizes : geometry.sizes,
+        spread.get());
+  }
+  return spread ? std::optional(spread->spec()) : std::nullopt;
+}
+
+std::vector<ParamAxis> axes_of(const at::Tensor& param) {
+  std::vector<ParamAxis> axes;
+  const auto add = [&](const ProcessGroup& group, at::DeviceType type, bool divides) {
+    if (group.size() > 1) {
+      // What is offloaded is not where its group communicates.
+      const auto device = param.device().type() == type ? param.device() : at::Device(type);
+      axes.push_back({group, device, divides});
+    }
+  };
+  if (const auto* managed = FSDPParam::find(param)) {
+    const auto& mesh = managed->mesh();
+    add(mesh.shard_group, mesh.mesh.device_type(), true);
+    if (mesh.replicate_group) {
+      add(*mesh.replicate_group, mesh.mesh.device_type(), false);
+    }
+  }
+  if (const auto spread = Spread::find(param)) {
+    const auto& spec = spread->spec();
+    for (size_t axis = 0; axis < spec.placements.size(); ++axis) {
+      add(spec.mesh.get_group(static_cast<int64_t>(axis)), spec.mesh.device_type(),
+          shard_dim(spec.placements[axis]) >= 0);
+    }
+  }
+  return axes;
+}
+
+std::string name_of(const at::Tensor& param) {
+  const auto* managed = FSDPParam::find(param);
+  const auto spread = Spread::find(param);
+  return managed ? managed->name() : spread ? spread->name() : "";
+}
+
+} // namespace fsdp::detail
