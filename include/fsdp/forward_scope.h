@@ -3,8 +3,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include <fsdp/checkpoint_scope.h>
 #include <fsdp/export.h>
 
 namespace fsdp::detail {
@@ -12,14 +14,17 @@ namespace fsdp::detail {
 class FSDPState;
 class BypassCheck;
 
-/// Which module is called, and its state: none where it is not sharded.
+/// Which module is called; its state, none where it is not sharded; and whether
+/// its calls are checkpointed.
 struct CallSite {
   std::shared_ptr<FSDPState> state;
   const void* module;
+  std::optional<ActivationCheckpointOptions> checkpoint = {};
 };
 
 /// One call of a sharded module's forward: pre-forward when made, post-forward
-/// by `outputs`. Ends the call as if it had not been where that is not reached.
+/// by `outputs`. Ends the call as if it had not been where that is not reached,
+/// except where that is because a recomputation needs no more of it.
 class FSDP_API ForwardScope {
  public:
   /// Whether a call of the module has to pass through a scope: it is sharded,
@@ -36,6 +41,8 @@ class FSDP_API ForwardScope {
   void outputs(const std::vector<at::Tensor*>& tensors);
 
  private:
+  bool ended_early();
+
   const CallSite site_;
   const bool autocast_cache_;
   bool finished_ = false;

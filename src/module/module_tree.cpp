@@ -183,7 +183,11 @@ void check_members(torch::nn::Module& root) {
 }
 
 std::string type_name(const torch::nn::Module& module) {
-  auto name = c10::demangle(typeid(module).name());
+  return type_name(typeid(module));
+}
+
+std::string type_name(const std::type_info& type) {
+  auto name = c10::demangle(type.name());
   const std::string prefix = "fsdp::Hooked<";
   if (name.rfind(prefix, 0) == 0) {
     name = name.substr(prefix.size(), name.size() - prefix.size() - 1);
