@@ -3,18 +3,10 @@
 #include <functional>
 #include <utility>
 
-#include <fsdp/export.h>
 #include <fsdp/hooked.h>
 #include <fsdp/module_ref.h>
 
 namespace fsdp {
-
-namespace detail {
-
-/// The module's state, wherever it is kept.
-FSDP_API CallSite call_site(const torch::nn::Module& module);
-
-} // namespace detail
 
 /// Runs the forward of a module that was sharded by_call between its hooks. A
 /// module that is not sharded, or that is hooked, is simply called.

@@ -4,9 +4,11 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include <fsdp/checkpoint_scope.h>
 #include <fsdp/export.h>
 
 namespace fsdp::detail {
@@ -14,8 +16,8 @@ namespace fsdp::detail {
 class FSDPState;
 class BypassCheck;
 
-/// What runs around a module's forward, inside of what fully_shard does there:
-/// a style of parallelize_module.
+/// What runs around a module's forward, inside of what fully_shard and
+/// checkpointing do there: a style of parallelize_module.
 struct ForwardHook {
   using Tensors = std::vector<at::Tensor*>;
   using AtOutputs = std::function<void(const Tensors& outputs)>;
@@ -28,19 +30,26 @@ struct ForwardHook {
   std::shared_ptr<const void> keeps = {}; // for as long as the module lives
 };
 
-/// Which module is called, and its state: none where it is not sharded.
+/// Which module is called; its state, none where it is not sharded; what else
+/// runs around it; and whether its calls are checkpointed.
 struct CallSite {
   std::shared_ptr<FSDPState> state;
   const void* module;
   const std::vector<ForwardHook>* hooks = nullptr;
+  std::optional<ActivationCheckpointOptions> checkpoint = {};
+
+  bool has_hooks() const {
+    return hooks && !hooks->empty();
+  }
 };
 
-/// One call of a hooked module's forward: pre-forward when made, post-forward
-/// by `outputs`. Ends the call as if it had not been where that is not reached.
+/// One call of a sharded module's forward: pre-forward when made, post-forward
+/// by `outputs`. Ends the call as if it had not been where that is not reached,
+/// except where that is because a recomputation needs no more of it.
 class FSDP_API ForwardScope {
  public:
   /// Whether a call of the module has to pass through a scope: it is sharded,
-  /// and is not running already (a module inside itself), or it has hooks.
+  /// and is not running already (a module inside itself).
   static bool needed(const CallSite& site);
 
   explicit ForwardScope(CallSite site);
@@ -53,10 +62,24 @@ class FSDP_API ForwardScope {
   void outputs(const std::vector<at::Tensor*>& tensors);
 
  private:
-  CallSite site_;
+  bool ended_early();
+
+  const CallSite site_;
   const bool autocast_cache_;
   bool finished_ = false;
   std::unique_ptr<BypassCheck> check_;
+};
+
+/// The same of a module's hooks.
+class FSDP_API HookScope {
+ public:
+  explicit HookScope(const std::vector<ForwardHook>& hooks) : hooks_(hooks) {}
+
+  void inputs(const std::vector<at::Tensor*>& tensors);
+  void outputs(const std::vector<at::Tensor*>& tensors);
+
+ private:
+  const std::vector<ForwardHook>& hooks_;
   std::vector<ForwardHook::AtOutputs> at_outputs_;
 };
 

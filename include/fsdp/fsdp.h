@@ -3,6 +3,7 @@
 // The umbrella, for programs: with all of LibTorch. The other headers are light.
 #include <torch/torch.h>
 
+#include <fsdp/activation_checkpointing.h>
 #include <fsdp/call.h>
 #include <fsdp/clip_grad_norm.h>
 #include <fsdp/comm.h>

@@ -16,13 +16,14 @@
 #include <utility>
 #include <vector>
 
+#include <fsdp/checkpointed_call.h>
 #include <fsdp/forward_scope.h>
 #include <fsdp/tree.h>
 
 namespace fsdp {
 
 /// What fully_shard asks a module for: a place for its state. A copy of a
-/// sharded module is not sharded.
+/// sharded module is not sharded; one of a checkpointed module is checkpointed.
 class FSDP_API Hookable {
  public:
   virtual ~Hookable() = default;
@@ -30,10 +31,12 @@ class FSDP_API Hookable {
   virtual bool fsdp_has_forward() const = 0;
   std::shared_ptr<detail::FSDPState> fsdp_state; // null until fully_shard
   std::vector<detail::ForwardHook> fsdp_hooks;   // none until parallelize_module
+  /// Set by apply_activation_checkpointing.
+  std::optional<ActivationCheckpointOptions> fsdp_checkpoint;
 
  protected:
   Hookable() = default;
-  Hookable(const Hookable&) noexcept {}
+  Hookable(const Hookable& other) noexcept : fsdp_checkpoint(other.fsdp_checkpoint) {}
   Hookable& operator=(const Hookable&) noexcept {
     return *this;
   }
@@ -63,20 +66,39 @@ void collect(T& value, std::vector<at::Tensor*>& tensors) {
   visit_tensors(value, [&](at::Tensor& tensor) { tensors.push_back(&tensor); });
 }
 
-/// Runs `body(args...)` between pre- and post-forward. P are the parameter
-/// types of the callee.
+/// The module's state, wherever it is kept.
+FSDP_API CallSite call_site(const torch::nn::Module& module);
+/// With what else runs around a hooked module; not checkpointed again.
+FSDP_API CallSite site_of_recomputation(const torch::nn::Module& module);
+
 template <class... P, class Body>
-auto around(const CallSite& site, Body&& body, P&&... args)
-    -> Result<std::invoke_result_t<Body, P...>> {
-  using R = Result<std::invoke_result_t<Body, P...>>;
-  static_assert(
-      HasTree<std::remove_cvref_t<R>> || tensor_free<std::remove_cvref_t<R>>,
-      "fsdp: cannot find the tensors in what forward returns: write FSDP_TREE(Type, members...) "
-      "or specialise fsdp::Tree<Type>");
-  if (!ForwardScope::needed(site)) {
-    return body(static_cast<P&&>(args)...);
+auto around(const CallSite& site, const Body& body, P&&... args)
+    -> Result<std::invoke_result_t<const Body&, P...>>;
+
+/// The same call for a recomputation: it passes the hooks, as Python's does.
+template <class Body>
+class BodyAgain {
+ public:
+  BodyAgain(const torch::nn::Module& module, const Body& body) : module_(module), body_(body) {}
+  std::string name() const {
+    return module_.name();
   }
-  ForwardScope scope(site);
+  template <class... P>
+  void call(P&&... args) const {
+    const auto module = module_.lock();
+    around<P...>(site_of_recomputation(*module), body_, static_cast<P&&>(args)...);
+  }
+
+ private:
+  LiveModule module_;
+  Body body_;
+};
+
+/// Calls, between what a scope does with the inputs and the outputs.
+template <class... P, class Scope, class Call>
+auto between(Scope& scope, const Call& call, P&&... args)
+    -> Result<std::invoke_result_t<const Call&, P...>> {
+  using R = Result<std::invoke_result_t<const Call&, P...>>;
   std::tuple<Held<P>...> held(static_cast<P&&>(args)...);
   std::vector<at::Tensor*> tensors;
   const auto run = [&]<size_t... I>(std::index_sequence<I...>) -> R {
@@ -88,7 +110,7 @@ auto around(const CallSite& site, Body&& body, P&&... args)
         }(),
         ...);
     scope.inputs(tensors);
-    return body(static_cast<P&&>(std::get<I>(held))...);
+    return call(static_cast<P&&>(std::get<I>(held))...);
   };
   if constexpr (std::is_void_v<R>) {
     run(std::index_sequence_for<P...>{});
@@ -104,6 +126,55 @@ auto around(const CallSite& site, Body&& body, P&&... args)
   }
 }
 
+/// Calls the body, between the hooks that the module has.
+template <class... P, class Body>
+auto run_hooked(const CallSite& site, const Body& body, P&&... args)
+    -> Result<std::invoke_result_t<const Body&, P...>> {
+  if (!site.has_hooks()) {
+    return body(static_cast<P&&>(args)...);
+  }
+  HookScope scope(*site.hooks);
+  return between<P...>(scope, body, static_cast<P&&>(args)...);
+}
+
+/// The same, where activations may have to be recomputed.
+template <class... P, class Body>
+auto compute(const CallSite& site, const Body& body, P&&... args)
+    -> Result<std::invoke_result_t<const Body&, P...>> {
+  if (site.checkpoint && CheckpointScope::needed()) {
+    const auto& module = *static_cast<const torch::nn::Module*>(site.module);
+    if constexpr (can_repeat<P...>) {
+      using Region = RegionOf<BodyAgain<Body>, P...>;
+      const CheckpointScope scope(
+          std::make_unique<Region>(BodyAgain<Body>(module, body), args...), *site.checkpoint);
+      return run_hooked<P...>(site, body, static_cast<P&&>(args)...);
+    } else {
+      refuse_arguments(module);
+    }
+  }
+  return run_hooked<P...>(site, body, static_cast<P&&>(args)...);
+}
+
+/// Runs `body(args...)` between pre- and post-forward. P are the parameter
+/// types of the callee.
+template <class... P, class Body>
+auto around(const CallSite& site, const Body& body, P&&... args)
+    -> Result<std::invoke_result_t<const Body&, P...>> {
+  using R = Result<std::invoke_result_t<const Body&, P...>>;
+  static_assert(
+      HasTree<std::remove_cvref_t<R>> || tensor_free<std::remove_cvref_t<R>>,
+      "fsdp: cannot find the tensors in what forward returns: write FSDP_TREE(Type, members...) "
+      "or specialise fsdp::Tree<Type>");
+  if (!ForwardScope::needed(site)) {
+    return compute<P...>(site, body, static_cast<P&&>(args)...);
+  }
+  ForwardScope scope(site);
+  const auto call = [&](P&&... held) -> R {
+    return compute<P...>(site, body, static_cast<P&&>(held)...);
+  };
+  return between<P...>(scope, call, static_cast<P&&>(args)...);
+}
+
 // Where the callee's parameter types cannot be named (overloads, templates), a
 // tensor-carrying lvalue goes as const& if that compiles.
 template <class A>
@@ -113,8 +184,8 @@ using AsConst = std::conditional_t<
     A>;
 
 template <class Body, class... A>
-auto around_deduced(const CallSite& site, Body&& body, A&&... args) {
-  if constexpr (std::is_invocable_v<Body&, AsConst<A&&>...>) {
+auto around_deduced(const CallSite& site, const Body& body, A&&... args) {
+  if constexpr (std::is_invocable_v<const Body&, AsConst<A&&>...>) {
     return around<AsConst<A&&>...>(site, body, static_cast<AsConst<A&&>>(args)...);
   } else {
     return around<A&&...>(site, body, std::forward<A>(args)...);
@@ -128,6 +199,7 @@ struct Parsed {
   using R = R_;
   static constexpr int arity = sizeof...(A);
   static constexpr bool is_const = C;
+  static constexpr bool is_noexcept = false;
   template <size_t I>
   using P = std::tuple_element_t<I, std::tuple<A...>>;
 };
@@ -136,6 +208,7 @@ struct Parse {
   using R = void;
   static constexpr int arity = -1; // overloaded, a template, static, or missing
   static constexpr bool is_const = false;
+  static constexpr bool is_noexcept = false;
   template <size_t>
   using P = int;
 };
@@ -144,9 +217,13 @@ struct Parse<R (C::*)(A...)> : Parsed<R, false, A...> {};
 template <class R, class C, class... A>
 struct Parse<R (C::*)(A...) const> : Parsed<R, true, A...> {};
 template <class R, class C, class... A>
-struct Parse<R (C::*)(A...) noexcept> : Parsed<R, false, A...> {};
+struct Parse<R (C::*)(A...) noexcept> : Parsed<R, false, A...> {
+  static constexpr bool is_noexcept = true;
+};
 template <class R, class C, class... A>
-struct Parse<R (C::*)(A...) const noexcept> : Parsed<R, true, A...> {};
+struct Parse<R (C::*)(A...) const noexcept> : Parsed<R, true, A...> {
+  static constexpr bool is_noexcept = true;
+};
 
 // A protected forward counts: that is how a user makes every call around the
 // hooks, such as as<NetImpl>()->forward(x), a compile error.
@@ -241,7 +318,9 @@ class FsdpBase
       return copy;
     }
     if constexpr (std::is_move_constructible_v<FsdpImpl>) {
-      return std::make_shared<Hooked<FsdpImpl>>(std::move(*impl));
+      auto hooked = std::make_shared<Hooked<FsdpImpl>>(std::move(*impl));
+      hooked->fsdp_checkpoint = this->fsdp_checkpoint;
+      return hooked;
     } else {
       TORCH_CHECK(false, "clone: ", fsdp_type_name(), " cannot be moved");
     }
@@ -257,12 +336,19 @@ class FsdpBase
   }
 
  protected:
+  CallSite fsdp_site() const {
+    return {
+        this->fsdp_state, static_cast<const torch::nn::Module*>(this), &this->fsdp_hooks,
+        this->fsdp_checkpoint};
+  }
   template <class Self, size_t... I>
   static decltype(auto) fsdp_run(
       Self& self, std::index_sequence<I...>, std::remove_reference_t<Param<FsdpImpl, I>>&... args) {
+    using Whole = std::conditional_t<Signature<FsdpImpl>::is_noexcept, RunsToTheEnd, FsdpNothing>;
     return around<Param<FsdpImpl, I>...>(
-        CallSite{self.fsdp_state, static_cast<const torch::nn::Module*>(&self), &self.fsdp_hooks},
-        [&](Param<FsdpImpl, I>&&... held) -> decltype(auto) {
+        self.fsdp_site(),
+        [&self](Param<FsdpImpl, I>&&... held) -> decltype(auto) {
+          [[maybe_unused]] const Whole whole{};
           return self.FsdpImpl::forward(static_cast<Param<FsdpImpl, I>&&>(held)...);
         },
         static_cast<Param<FsdpImpl, I>&&>(args)...);
@@ -351,8 +437,7 @@ class Hooked : public detail::FsdpBase<Impl> {
   template <class Self, class... A>
   static auto fsdp_forward(Self& self, A&&... args) {
     return detail::around_deduced(
-        detail::CallSite{
-            self.fsdp_state, static_cast<const torch::nn::Module*>(&self), &self.fsdp_hooks},
+        self.fsdp_site(),
         [&self](
             auto&&... held) -> decltype(self.Impl::forward(std::forward<decltype(held)>(held)...)) {
           return self.Impl::forward(std::forward<decltype(held)>(held)...);
@@ -437,8 +522,7 @@ class Hooked<torch::nn::SequentialImpl> : public detail::FsdpBase<torch::nn::Seq
   ReturnType forward(A&&... args) {
     auto& self = *this;
     return detail::around_deduced(
-        detail::CallSite{
-            this->fsdp_state, static_cast<const torch::nn::Module*>(this), &this->fsdp_hooks},
+        this->fsdp_site(),
         [&self](auto&&... held) -> ReturnType {
           return self.torch::nn::SequentialImpl::template forward<ReturnType>(
               std::forward<decltype(held)>(held)...);

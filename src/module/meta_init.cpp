@@ -3,8 +3,6 @@
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 
-#include <mutex>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -14,6 +12,7 @@
 #include "param/spread.h"
 #include "param/unfilled.h"
 #include "runtime/op_interceptor.h"
+#include "runtime/seeded_draws.h"
 
 namespace fsdp {
 
@@ -23,37 +22,11 @@ namespace {
 
 // ------------------------------------------------------------ Operators
 
-/// The arguments of an operator that is about to run, and what they are.
-struct Arguments {
-  Arguments(const c10::OperatorHandle& op, torch::jit::Stack& stack)
-      : schema(op.schema().arguments()), values(stack.data() + stack.size() - schema.size()) {}
-
-  /// One of the kind that may be left out, and was.
-  bool is_left_out(size_t i, c10::TypeKind kind) const {
-    const auto optional = schema[i].type()->cast<c10::OptionalType>();
-    return optional && optional->getElementType()->kind() == kind && values[i].isNone();
-  }
-  /// The first tensor's, else the one that is named, else the CPU.
-  c10::Device device() const {
-    c10::Device named = c10::kCPU;
-    for (size_t i = 0; i < schema.size(); ++i) {
-      if (values[i].isTensor() && values[i].toTensor().defined()) {
-        return values[i].toTensor().device();
-      }
-      named = values[i].isDevice() ? values[i].toDevice() : named;
-    }
-    return named;
-  }
-
-  const std::vector<c10::Argument>& schema;
-  c10::IValue* const values;
-};
-
 /// Python's `with torch.device("meta")`.
 class OnMeta : public detail::OpInterceptor {
  public:
   void before(const c10::OperatorHandle& op, torch::jit::Stack& stack) override {
-    const Arguments arguments(op, stack);
+    const detail::OpArguments arguments(op, stack);
     c10::IValue* device = nullptr;
     for (size_t i = 0; i < arguments.schema.size(); ++i) {
       if (arguments.values[i].isTensor() || arguments.values[i].isTensorList()) {
@@ -67,41 +40,6 @@ class OnMeta : public detail::OpInterceptor {
       *device = c10::Device(c10::kMeta);
     }
   }
-};
-
-/// Operators that would draw from torch's default generators, which all threads
-/// share, draw from ones of our own.
-class SeededDraws : public detail::OpInterceptor {
- public:
-  explicit SeededDraws(uint64_t seed) : seed_(seed) {}
-
-  /// Many draw by another one that they call: randn by normal_, for example.
-  bool enters_operators() const override {
-    return true;
-  }
-  void before(const c10::OperatorHandle& op, torch::jit::Stack& stack) override {
-    const Arguments arguments(op, stack);
-    for (size_t i = 0; i < arguments.schema.size(); ++i) {
-      if (arguments.is_left_out(i, c10::TypeKind::GeneratorType) && !arguments.device().is_meta()) {
-        arguments.values[i] = generator(arguments.device());
-      }
-    }
-  }
-
- private:
-  const at::Generator& generator(c10::Device device) {
-    auto& generator = generators_[device];
-    if (!generator.defined()) {
-      auto default_generator = at::globalContext().defaultGenerator(device);
-      std::lock_guard lock(default_generator.mutex());
-      generator = default_generator.clone();
-      generator.set_current_seed(seed_);
-    }
-    return generator;
-  }
-
-  const uint64_t seed_;
-  std::unordered_map<c10::Device, at::Generator> generators_;
 };
 
 /// FNV-1a: the same in every build, where std::hash need not be.
@@ -187,7 +125,7 @@ void init_parameters(
     auto whole = at::empty(sizes, values.options());
     detail::set_unfilled(whole);
     {
-      const SeededDraws seeded(hash(seed, name));
+      const detail::SeededDraws seeded(hash(seed, name));
       fill(name, whole);
     }
     TORCH_CHECK_VALUE(

@@ -193,7 +193,11 @@ void check_members(torch::nn::Module& root) {
 }
 
 std::string type_name(const torch::nn::Module& module) {
-  auto name = c10::demangle(typeid(module).name());
+  return type_name(typeid(module));
+}
+
+std::string type_name(const std::type_info& type) {
+  auto name = c10::demangle(type.name());
   const std::string prefix = "fsdp::Hooked<";
   if (name.rfind(prefix, 0) == 0) {
     name = name.substr(prefix.size(), name.size() - prefix.size() - 1);
@@ -204,6 +208,14 @@ std::string type_name(const torch::nn::Module& module) {
 CallSite call_site(const torch::nn::Module& module) {
   // A hooked module's forward passes through its own scope.
   return {state_of(module), &module};
+}
+
+CallSite site_of_recomputation(const torch::nn::Module& module) {
+  auto site = call_site(module);
+  if (const auto* hookable = dynamic_cast<const Hookable*>(&module)) {
+    site.hooks = &hookable->fsdp_hooks;
+  }
+  return site;
 }
 
 void tie_entry(

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <typeinfo>
 #include <vector>
 
 #include "state/fsdp_state.h"
@@ -41,5 +42,6 @@ void check_members(torch::nn::Module& root);
 
 /// "BlockImpl", without fsdp::Hooked around it.
 std::string type_name(const torch::nn::Module& module);
+std::string type_name(const std::type_info& type);
 
 } // namespace fsdp::detail

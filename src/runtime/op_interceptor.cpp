@@ -1,5 +1,6 @@
 #include "runtime/op_interceptor.h"
 
+#include <ATen/core/ivalue.h>
 #include <torch/library.h>
 
 #include <utility>
@@ -21,6 +22,22 @@ OpInterceptor::~OpInterceptor() {
   innermost = outer_;
 }
 
+bool OpArguments::is_left_out(size_t i, c10::TypeKind kind) const {
+  const auto optional = schema[i].type()->cast<c10::OptionalType>();
+  return optional && optional->getElementType()->kind() == kind && values[i].isNone();
+}
+
+c10::Device OpArguments::device() const {
+  c10::Device named = c10::kCPU;
+  for (size_t i = 0; i < schema.size(); ++i) {
+    if (values[i].isTensor() && values[i].toTensor().defined()) {
+      return values[i].toTensor().device();
+    }
+    named = values[i].isDevice() ? values[i].toDevice() : named;
+  }
+  return named;
+}
+
 } // namespace fsdp::detail
 
 namespace {
@@ -29,10 +46,12 @@ void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
   using namespace fsdp::detail;
   {
     const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
-    if (innermost) {
-      innermost->before(op, *stack);
+    bool enters = false;
+    for (auto* each = innermost; each; each = each->outer()) {
+      each->before(op, *stack);
+      enters |= each->enters_operators();
     }
-    if (!innermost || !innermost->enters_operators()) {
+    if (!enters) {
       op.callBoxed(stack);
       return;
     }

@@ -10,16 +10,11 @@
 namespace fsdp::detail {
 
 bool ForwardScope::needed(const CallSite& site) {
-  return (site.state && !site.state->is_running(site.module)) ||
-         (site.hooks && !site.hooks->empty());
+  return site.state && !site.state->is_running(site.module);
 }
 
 ForwardScope::ForwardScope(CallSite site)
     : site_(std::move(site)), autocast_cache_(at::autocast::is_autocast_cache_enabled()) {
-  if (!site_.state || site_.state->is_running(site_.module)) {
-    site_.state = nullptr; // the hooks alone
-    return;
-  }
   // Autocast remembers casts of weights by their TensorImpl, which stays the
   // same while its content changes.
   at::autocast::set_autocast_cache_enabled(false);
@@ -36,40 +31,44 @@ ForwardScope::ForwardScope(CallSite site)
 }
 
 ForwardScope::~ForwardScope() {
-  at_outputs_.clear();
-  if (!site_.state) {
-    return;
-  }
-  if (!finished_) {
+  if (!finished_ && !(CheckpointScope::stopping() && ended_early())) {
     site_.state->forward_failed(site_.module);
   }
   at::autocast::set_autocast_cache_enabled(autocast_cache_);
 }
 
+/// As if it had ended, with outputs that nobody looks at.
+bool ForwardScope::ended_early() {
+  try {
+    outputs({});
+  } catch (...) {
+    return false;
+  }
+  return true;
+}
+
 void ForwardScope::inputs(const std::vector<at::Tensor*>& tensors) {
-  if (site_.state) {
-    site_.state->replace_inputs(tensors);
-  }
-  if (!site_.hooks) {
-    return;
-  }
-  for (const auto& hook : *site_.hooks) {
+  site_.state->replace_inputs(tensors);
+}
+
+void ForwardScope::outputs(const std::vector<at::Tensor*>& tensors) {
+  check_.reset();
+  site_.state->post_forward(site_.module, tensors);
+  finished_ = true;
+}
+
+void HookScope::inputs(const std::vector<at::Tensor*>& tensors) {
+  for (const auto& hook : hooks_) {
     if (auto at_outputs = hook.begin ? hook.begin(tensors) : nullptr) {
       at_outputs_.push_back(std::move(at_outputs));
     }
   }
 }
 
-void ForwardScope::outputs(const std::vector<at::Tensor*>& tensors) {
-  check_.reset();
+void HookScope::outputs(const std::vector<at::Tensor*>& tensors) {
   for (const auto& at_outputs : at_outputs_) {
     at_outputs(tensors);
   }
-  at_outputs_.clear();
-  if (site_.state) {
-    site_.state->post_forward(site_.module, tensors);
-  }
-  finished_ = true;
 }
 
 } // namespace fsdp::detail

@@ -28,7 +28,10 @@ MAY_INCLUDE["parallel"] = MAY_INCLUDE["module"] | {"module"}
 
 # Room of each public header; one that is missing here is an error.
 PUBLIC = {
+    "activation_checkpointing.h": "module",
     "call.h": "module",
+    "checkpoint_scope.h": "state",
+    "checkpointed_call.h": "module",
     "clip_grad_norm.h": "optim",
     "comm.h": "collective",
     "debug.h": "group",

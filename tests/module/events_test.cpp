@@ -1,44 +1,29 @@
 // In which order groups are gathered, freed and reduced: the sequences of FSDP2's
 // own tests, line by line.
-#include <fsdp/debug.h>
-
 #include "module/order_fixture.h"
 
 namespace fsdp {
 namespace {
 
 using namespace test;
-using Lines = std::vector<std::string>;
 
-/// "U layers.0 f" for short; the root is "-".
-Lines short_form(const EventLog& log, const std::string& kinds = "URP") {
-  Lines lines;
-  for (const auto& event : log.events()) {
-    const char kind = "URP"[static_cast<int>(event.kind)];
-    if (kinds.find(kind) == std::string::npos) {
-      continue;
-    }
-    std::string line = {kind};
-    line += " " + (event.module.empty() ? "-" : event.module);
-    if (kind != 'P') {
-      line += event.state == TrainingState::Forward       ? " f"
-              : event.state == TrainingState::PreBackward ? " b"
-                                                          : " p";
-    } else {
-      EXPECT_EQ(event.state, TrainingState::PostBackward);
-    }
-    lines.push_back(line);
+/// Checkpointing changes nothing here.
+void run_flavours(int ranks, const std::function<void(Flavour)>& body) {
+  for (const auto& [flavour, name] : kFlavours) {
+    run_ranks(ranks, [&, &flavour = flavour, &name = name](int) {
+      SCOPED_TRACE(name);
+      body(flavour);
+    });
   }
-  return lines;
 }
 
 // ------------------------------------------------------------ Order
 
 TEST(Events, OneForwardAndOneBackward) {
-  run_ranks(4, [](int) {
+  run_flavours(4, [](Flavour flavour) {
     for (const auto& [reshard, name] : kReshards) {
       SCOPED_TRACE(name);
-      auto net = make_transformer(3, reshard);
+      auto net = make_transformer(3, reshard, /*weight_tying=*/true, flavour);
       torch::optim::Adam optimizer(unique_parameters(*net), 1e-2);
       Lines backward{"U layers.2 b", "U layers.1 b", "P layers.2", "U layers.0 b",
                      "P layers.1",   "P layers.0",   "P -"};
@@ -64,13 +49,13 @@ TEST(Events, OneForwardAndOneBackward) {
 }
 
 TEST(Events, TwoForwardsThenOneBackward) {
-  run_ranks(4, [](int) {
+  run_flavours(4, [](Flavour flavour) {
     const Lines forward{"U - f", "U layers.0 f", "U layers.1 f", "U layers.2 f"};
     const Lines layers{"U layers.2 b", "U layers.1 b", "P layers.2",
                        "U layers.0 b", "P layers.1",   "P layers.0"};
     for (const auto& [reshard, name] : kReshards) {
       SCOPED_TRACE(name);
-      auto net = make_transformer(3, reshard);
+      auto net = make_transformer(3, reshard, /*weight_tying=*/true, flavour);
       Lines forwards = forward;
       Lines backward;
       if (name == "false") {
@@ -143,8 +128,8 @@ const Lines kDefaultBackward{"U - b",        "U layers.3 b", "U layers.2 b", "R 
                              "P layers.0",   "R - p",        "P -"};
 
 TEST(Events, ForwardPrefetchLists) {
-  run_ranks(4, [](int) {
-    auto net = make_transformer(4, true);
+  run_flavours(4, [](Flavour flavour) {
+    auto net = make_transformer(4, true, /*weight_tying=*/true, flavour);
     const auto set = [&](size_t ahead) {
       for (size_t i = 0; i + ahead < net->blocks.size(); ++i) {
         std::vector<FSDPModule> next;
@@ -174,8 +159,8 @@ TEST(Events, ForwardPrefetchLists) {
 }
 
 TEST(Events, BackwardPrefetchLists) {
-  run_ranks(4, [](int) {
-    auto net = make_transformer(4, true);
+  run_flavours(4, [](Flavour flavour) {
+    auto net = make_transformer(4, true, /*weight_tying=*/true, flavour);
     const auto set = [&](size_t ahead) {
       for (size_t i = ahead; i < net->blocks.size(); ++i) {
         std::vector<FSDPModule> next;
@@ -208,11 +193,17 @@ TEST(Events, BackwardPrefetchLists) {
 }
 
 TEST(Events, GroupsOfSeveralModules) {
-  run_ranks(2, [](int) {
-    auto net = seeded<Transformer>(ModelArgs{.n_layers = 5, .dropout_p = 0, .weight_tying = false});
-    auto reference =
-        seeded<Transformer>(ModelArgs{.n_layers = 5, .dropout_p = 0, .weight_tying = false});
+  run_flavours(2, [](Flavour flavour) {
+    ModelArgs args{.n_layers = 5, .dropout_p = 0, .weight_tying = false};
+    auto reference = seeded<Transformer>(args);
+    args.checkpoint_activations = flavour == Flavour::AtTheCall;
+    auto net = seeded<Transformer>(args);
     auto& blocks = net->blocks;
+    for (auto& block : blocks) {
+      if (flavour == Flavour::ForGood) {
+        apply_activation_checkpointing(block);
+      }
+    }
     fully_shard(blocks[0]);
     fully_shard({blocks[1], blocks[2]});
     fully_shard(std::vector<TransformerBlock>{blocks[3], blocks[4]}); // any range

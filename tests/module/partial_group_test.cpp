@@ -1,5 +1,6 @@
 // Groups of several modules of which one is called by itself: a loss head that
 // runs over a sequence in chunks, each with its own backward.
+#include <fsdp/activation_checkpointing.h>
 #include <fsdp/debug.h>
 #include <fsdp/tie_weights.h>
 
@@ -108,6 +109,29 @@ TEST(PartialGroup, AHeadInChunksEqualsTheUnshardedModel) {
             optimizer->step();
             optimizer->zero_grad();
           }
+        }
+      }
+    }
+  });
+}
+
+TEST(PartialGroup, WithACheckpointedBodyAndHead) {
+  run_ranks(2, [](int) {
+    for (const bool reshard : {true, false}) {
+      auto net = make(/*tie=*/false, /*grouped=*/true, reshard);
+      auto reference = seeded<ChunkedHead>(false);
+      for (auto* part : {&net->body, &net->head}) {
+        apply_activation_checkpointing(*part);
+      }
+      torch::optim::Adam a(unique_parameters(*net), 1e-2), b(unique_parameters(*reference), 1e-2);
+      for (int step = 0; step < 4; ++step) {
+        const auto loss = run_in_chunks(net, step, [] {});
+        const auto expected = run_in_chunks(reference, step, [] {});
+        EXPECT_NEAR(loss, expected, 1e-4 * std::abs(expected) + 1e-3);
+        expect_parity(*net, *reference, 1e-4);
+        for (auto* optimizer : {&a, &b}) {
+          optimizer->step();
+          optimizer->zero_grad();
         }
       }
     }

@@ -3,6 +3,7 @@
 // The models of FSDP2's own tests, hooked throughout. Names and order of the
 // children are Python's, so that checkpoints and event logs can be compared.
 
+#include <fsdp/activation_checkpointing.h>
 #include <fsdp/hooked.h>
 #include <fsdp/tie_weights.h>
 #include <torch/torch.h>
@@ -99,6 +100,7 @@ struct ModelArgs {
   double dropout_p = 0.1;
   bool use_attn_mask = true;
   bool weight_tying = true;
+  bool checkpoint_activations = false; // of each block, where it is called
 };
 
 struct AttentionImpl : torch::nn::Module {
@@ -179,7 +181,7 @@ struct TransformerImpl : torch::nn::Module {
     const auto positions = torch::arange(tokens.size(1), tokens.device());
     auto h = dropout(tok_embeddings(tokens) + pos_embeddings(positions));
     for (auto& block : blocks) {
-      h = block(h);
+      h = args.checkpoint_activations ? checkpoint(block, h) : block(h);
     }
     return output(norm(h)).to(torch::kFloat);
   }

@@ -1,0 +1,130 @@
+#pragma once
+
+#include <c10/util/Type.h>
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <typeinfo>
+#include <utility>
+
+#include <fsdp/call.h>
+#include <fsdp/checkpoint_scope.h>
+#include <fsdp/checkpointed_call.h>
+#include <fsdp/export.h>
+#include <fsdp/module_ref.h>
+
+namespace fsdp {
+
+namespace detail {
+
+template <class F>
+class FunctionAgain {
+ public:
+  explicit FunctionAgain(F function) : function_(std::move(function)) {}
+  std::string name() const {
+    return "the function " + c10::demangle(typeid(F).name());
+  }
+  template <class... P>
+  auto call(P&&... args) const {
+    auto function = function_; // it may change itself
+    return std::invoke(function, static_cast<P&&>(args)...);
+  }
+
+ private:
+  F function_;
+};
+
+template <class M>
+class ModuleAgain {
+ public:
+  explicit ModuleAgain(const std::shared_ptr<M>& module) : live_(*module), module_(module) {}
+  std::string name() const {
+    return live_.name();
+  }
+  template <class... P>
+  auto call(P&&... args) const {
+    const auto alive = live_.lock();
+    const auto module = module_.lock();
+    if constexpr (std::is_base_of_v<Hookable, M>) {
+      return module->forward(static_cast<P&&>(args)...);
+    } else {
+      return fsdp::call(torch::nn::ModuleHolder<M>(module), static_cast<P&&>(args)...);
+    }
+  }
+
+ private:
+  LiveModule live_;
+  std::weak_ptr<M> module_;
+};
+
+template <class T>
+inline constexpr bool is_module_pointer = false;
+template <class M>
+inline constexpr bool is_module_pointer<std::shared_ptr<M>> =
+    std::is_base_of_v<torch::nn::Module, M>;
+
+template <class F>
+auto make_again(F&& callee) {
+  using T = std::remove_cvref_t<F>;
+  if constexpr (torch::detail::is_module_holder<T>::value) {
+    return ModuleAgain<typename T::ContainedType>(callee.ptr());
+  } else if constexpr (is_module_pointer<T>) {
+    return ModuleAgain<typename T::element_type>(callee);
+  } else {
+    return FunctionAgain<std::decay_t<F>>(std::forward<F>(callee));
+  }
+}
+
+} // namespace detail
+
+/// Calls a module (its holder, or a shared_ptr) or a function, and returns what
+/// it returns. What autograd saves in the call is dropped: when backward needs
+/// any of it, the call is made once more.
+///
+/// Kept until then are the arguments: tensors as an operator saves them, others
+/// as copies, so none may refer to memory elsewhere (ArrayRef, string_view). A
+/// module must be alive in backward, and so must be what a function refers to:
+/// let a lambda capture by value. Random numbers repeat where they come from
+/// torch's default generators.
+template <class F, class... A>
+auto checkpoint(const ActivationCheckpointOptions& options, F&& module_or_function, A&&... args) {
+  static_assert(
+      detail::can_repeat<detail::Passed<A&&>...>,
+      "fsdp::checkpoint keeps its arguments for a second call: give it ones that can be copied, "
+      "and no ArrayRef, initializer_list or string_view, which would refer to what is gone by "
+      "then");
+  const auto again = detail::make_again(std::forward<F>(module_or_function));
+  if (!detail::CheckpointScope::needed()) {
+    return again.template call<detail::Passed<A&&>...>(static_cast<detail::Passed<A&&>>(args)...);
+  }
+  using Region = detail::RegionOf<std::remove_const_t<decltype(again)>, detail::Passed<A&&>...>;
+  const detail::CheckpointScope scope(std::make_unique<Region>(again, args...), options);
+  return again.template call<detail::Passed<A&&>...>(static_cast<detail::Passed<A&&>>(args)...);
+}
+
+template <class F, class... A>
+  requires(!std::is_convertible_v<F, ActivationCheckpointOptions>)
+auto checkpoint(F&& module_or_function, A&&... args) {
+  return checkpoint(
+      ActivationCheckpointOptions{}, std::forward<F>(module_or_function), std::forward<A>(args)...);
+}
+
+/// From now on every call of the module is checkpointed: FSDP2's composable
+/// `checkpoint(module)`. Before or after fully_shard; what backward runs again
+/// is the module's own forward, between the hooks. Throws for a module that is
+/// not hooked.
+FSDP_API void apply_activation_checkpointing(
+    ModuleRef module, const ActivationCheckpointOptions& options = {});
+
+/// The same for all modules at and below `root` that are chosen, by name ("" is
+/// `root`) or type; returns how many these were.
+FSDP_API size_t apply_activation_checkpointing(
+    ModuleRef root,
+    const std::function<bool(const std::string& name, torch::nn::Module& module)>& choose,
+    const ActivationCheckpointOptions& options = {});
+
+} // namespace fsdp

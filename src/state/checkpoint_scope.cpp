@@ -1,0 +1,368 @@
+#include <fsdp/checkpoint_scope.h>
+
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <utility>
+
+#include "process_group/rank_context.h"
+#include "runtime/autocast_state.h"
+#include "runtime/repeatable_draws.h"
+#include "runtime/stream.h"
+#include "state/saved_tensor_hooks.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+using torch::autograd::get_current_graph_task_id;
+using torch::autograd::SavedVariable;
+using torch::autograd::SavedVariableHooks;
+
+// Note [Activation checkpointing]
+//
+// In a checkpointed call every tensor that autograd saves goes through hooks
+// that keep a number and drop the tensor. Backward asks for one of them back:
+// then the call is made again, in the middle of backward but without a backward
+// of its own, and what it saves is put in the places of what was dropped, in
+// order. As in Python's non-reentrant form:
+//
+// - Hooks own their slot and share the frame; the frame knows slots weakly, and
+//   keeps the arguments. So all of it ends with the graph.
+// - The arguments are saved as an operator saves them: in another checkpointed
+//   call they are dropped in turn, and asking for them recomputes that one
+//   first; one that was edited in place is an error.
+// - What was recomputed belongs to one backward, and goes when it is used.
+
+// ------------------------------------------------------------ The surroundings
+
+/// Where the call may draw random numbers: where its arguments are, and on the
+/// current accelerator, to which a root moves its inputs. None is initialized
+/// for this.
+std::vector<c10::Device> accelerators(const std::vector<at::Tensor>& tensors) {
+  std::vector<c10::Device> devices;
+  const auto add = [&](c10::Device device) {
+    if (std::find(devices.begin(), devices.end(), device) == devices.end()) {
+      devices.push_back(device);
+    }
+  };
+  for (const auto& tensor : tensors) {
+    if (tensor.defined() && has_streams(tensor.device())) {
+      add(tensor.device());
+    }
+  }
+  if (const auto type = at::getAccelerator()) {
+    const auto device = current_device(*type);
+    if (at::globalContext().getAcceleratorHooksInterface(type).hasPrimaryContext(device.index())) {
+      add(device);
+    }
+  }
+  return devices;
+}
+
+bool other_ranks_are_threads() {
+  const auto context = current_context();
+  return context && context->place && context->world.size() > 1;
+}
+
+// ------------------------------------------------------------ What was saved
+
+/// A place for a tensor that was dropped.
+struct Slot {
+  at::Tensor tensor; // from recomputation until it is used
+};
+
+/// What must be the same when it is saved again.
+struct Look {
+  explicit Look(const at::Tensor& tensor) : dtype(tensor.scalar_type()), device(tensor.device()) {
+    if (!tensor.is_nested()) {
+      sizes = tensor.sizes().vec();
+    }
+    // Buffers may change in each call; what has a gradient may not.
+    if (tensor.requires_grad()) {
+      version = tensor._version();
+    }
+  }
+  bool operator==(const Look&) const = default;
+
+  at::ScalarType dtype;
+  c10::Device device;
+  std::vector<int64_t> sizes;
+  int64_t version = 0;
+};
+
+std::ostream& operator<<(std::ostream& out, const Look& look) {
+  return out << look.dtype << at::IntArrayRef(look.sizes) << " on " << look.device;
+}
+
+// ------------------------------------------------------------ A checkpointed call
+
+class Frame : public HookSource, public std::enable_shared_from_this<Frame> {
+ public:
+  Frame(std::unique_ptr<Region> region, const ActivationCheckpointOptions& options)
+      : options_(options), region_(std::move(region)) {
+    const auto tensors = region_->take_tensors();
+    for (const auto& tensor : tensors) {
+      arguments_.emplace_back(tensor, /*is_output=*/false);
+    }
+    if (options_.preserve_rng_state) {
+      draws_.emplace(accelerators(tensors), other_ranks_are_threads());
+    }
+  }
+
+  std::unique_ptr<SavedVariableHooks> make_hooks() override;
+  std::unique_ptr<SeededDraws> first_draws() const {
+    return draws_ ? draws_->first() : nullptr;
+  }
+  void set_complete() {
+    complete_ = true;
+  }
+
+  std::shared_ptr<Slot> add(const at::Tensor& tensor) {
+    auto slot = std::make_shared<Slot>();
+    slots_.emplace_back(slot);
+    looks_.emplace_back(tensor);
+    return slot;
+  }
+  at::Tensor take(Slot& slot);
+
+ private:
+  friend class Recomputation;
+
+  void recompute();
+  void forget_recomputed();
+
+  const ActivationCheckpointOptions options_;
+  const std::unique_ptr<Region> region_;
+  std::vector<SavedVariable> arguments_;
+  std::optional<RepeatableDraws> draws_;
+  const AutocastState autocast_ = AutocastState::current();
+  bool complete_ = false; // else backward runs inside of the call
+  std::vector<std::weak_ptr<Slot>> slots_;
+  std::vector<Look> looks_;
+  std::mutex mutex_; // on an accelerator, backward may run in several threads
+  int task_ = -1;    // the backward that the slots were filled for
+};
+
+/// In the call: keeps a place.
+class Drop : public SavedVariableHooks {
+ public:
+  explicit Drop(std::shared_ptr<Frame> frame) : frame_(std::move(frame)) {}
+  void call_pack_hook(const at::Tensor& tensor) override {
+    slot_ = frame_->add(tensor);
+  }
+  at::Tensor call_unpack_hook() override {
+    return frame_->take(*slot_);
+  }
+
+ private:
+  const std::shared_ptr<Frame> frame_;
+  std::shared_ptr<Slot> slot_;
+};
+
+std::unique_ptr<SavedVariableHooks> Frame::make_hooks() {
+  return std::make_unique<Drop>(shared_from_this());
+}
+
+// ------------------------------------------------------------ Its recomputation
+
+/// Ends a recomputation. No std::exception, which a forward may well handle.
+struct Stop {};
+
+class Recomputation;
+thread_local const Recomputation* stopped = nullptr;
+thread_local int unstoppable = 0;
+
+class Recomputation : public HookSource {
+ public:
+  explicit Recomputation(Frame& frame)
+      : frame_(frame),
+        task_(get_current_graph_task_id()),
+        outer_stopped_(std::exchange(stopped, nullptr)) {}
+  ~Recomputation() override {
+    stopped = outer_stopped_;
+  }
+  Recomputation(const Recomputation&) = delete;
+  Recomputation& operator=(const Recomputation&) = delete;
+
+  std::unique_ptr<SavedVariableHooks> make_hooks() override;
+  bool was_stopped() const {
+    return stopped == this;
+  }
+
+  /// Without its graph, of which the result would otherwise be a part.
+  at::Tensor add(const at::Tensor& tensor) {
+    const auto index = num_saved_++;
+    auto data = tensor.requires_grad() ? tensor.detach() : tensor;
+    if (index < frame_.slots_.size()) {
+      compare(index, tensor);
+      if (const auto slot = frame_.slots_[index].lock()) {
+        slot->tensor = data;
+      }
+    }
+    // Not through an engine that runs another backward in the call.
+    if (frame_.options_.early_stop && num_saved_ >= frame_.slots_.size() && unstoppable == 0 &&
+        get_current_graph_task_id() == task_) {
+      stopped = this;
+      throw Stop{};
+    }
+    return data;
+  }
+
+  /// What was not as in the call itself, if anything.
+  std::string difference() const {
+    const auto expected = frame_.slots_.size();
+    const bool may_be_more = frame_.options_.early_stop || !frame_.complete_;
+    if (num_saved_ < expected || (num_saved_ > expected && !may_be_more)) {
+      return c10::str("it saved ", num_saved_, " tensors, and ", expected, " in forward");
+    }
+    return difference_;
+  }
+
+ private:
+  void compare(size_t index, const at::Tensor& tensor) {
+    if (!frame_.options_.determinism_check || !difference_.empty()) {
+      return;
+    }
+    const Look now(tensor);
+    const auto& then = frame_.looks_[index];
+    if (now.version != then.version) {
+      difference_ = c10::str("saved tensor ", index, ", ", now, ", was written to since forward");
+    } else if (now != then) {
+      difference_ = c10::str("saved tensor ", index, " is ", now, ", and was ", then);
+    }
+  }
+
+  Frame& frame_;
+  const int task_;
+  const Recomputation* const outer_stopped_;
+  size_t num_saved_ = 0;
+  std::string difference_;
+};
+
+/// In recomputation: fills the place. The graph that is recorded meanwhile keeps
+/// the tensor too, for a call that runs a backward of its own.
+class Keep : public SavedVariableHooks {
+ public:
+  explicit Keep(Recomputation& recomputation) : recomputation_(recomputation) {}
+  void call_pack_hook(const at::Tensor& tensor) override {
+    tensor_ = recomputation_.add(tensor);
+  }
+  at::Tensor call_unpack_hook() override {
+    return tensor_;
+  }
+
+ private:
+  Recomputation& recomputation_;
+  at::Tensor tensor_;
+};
+
+std::unique_ptr<SavedVariableHooks> Recomputation::make_hooks() {
+  return std::make_unique<Keep>(*this);
+}
+
+at::Tensor Frame::take(Slot& slot) {
+  const auto self = shared_from_this();
+  std::lock_guard lock(mutex_);
+  const auto task = get_current_graph_task_id();
+  if (task == -1 || task != task_ || !slot.tensor.defined()) {
+    recompute();
+    task_ = task;
+  }
+  return std::exchange(slot.tensor, {});
+}
+
+void Frame::recompute() {
+  std::vector<at::Tensor> tensors;
+  for (const auto& argument : arguments_) {
+    tensors.push_back(argument.unpack());
+  }
+  Recomputation recomputation(*this);
+  try {
+    const SavingThrough saving(recomputation);
+    const at::AutoGradMode grad_mode(true);
+    const AutocastGuard autocast(autocast_);
+    std::optional<RepeatableDraws::Again> draws;
+    if (draws_) {
+      draws.emplace(*draws_);
+    }
+    region_->run(std::move(tensors));
+  } catch (c10::Error& error) {
+    if (!recomputation.was_stopped()) {
+      forget_recomputed();
+      error.add_context(c10::str("when backward recomputed ", region_->name()));
+      throw;
+    }
+  } catch (...) {
+    if (!recomputation.was_stopped()) {
+      forget_recomputed();
+      throw;
+    }
+  }
+  if (const auto difference = recomputation.difference(); !difference.empty()) {
+    forget_recomputed();
+    TORCH_CHECK(
+        false, "[checkpoint] ", region_->name(),
+        " was not the same when backward recomputed it: ", difference,
+        ". It may depend on its arguments, on parameters and on what it draws from "
+        "torch's default generators; not on what changes between the two calls");
+  }
+}
+
+void Frame::forget_recomputed() {
+  for (const auto& weak : slots_) {
+    if (const auto slot = weak.lock()) {
+      slot->tensor.reset();
+    }
+  }
+}
+
+} // namespace
+
+// ------------------------------------------------------------ Public
+
+struct CheckpointScope::State {
+  explicit State(std::shared_ptr<Frame> frame)
+      : frame(std::move(frame)), draws(this->frame->first_draws()), saving(*this->frame) {}
+  ~State() {
+    frame->set_complete();
+  }
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+
+  const std::shared_ptr<Frame> frame;
+  const std::unique_ptr<SeededDraws> draws;
+  const SavingThrough saving;
+};
+
+bool CheckpointScope::needed() {
+  return at::GradMode::is_enabled();
+}
+
+CheckpointScope::CheckpointScope(
+    std::unique_ptr<Region> region, const ActivationCheckpointOptions& options)
+    : state_(std::make_unique<State>(std::make_shared<Frame>(std::move(region), options))) {}
+
+CheckpointScope::~CheckpointScope() = default;
+
+bool CheckpointScope::stopping() {
+  return stopped != nullptr;
+}
+
+RunsToTheEnd::RunsToTheEnd() {
+  ++unstoppable;
+}
+
+RunsToTheEnd::~RunsToTheEnd() {
+  --unstoppable;
+}
+
+} // namespace fsdp::detail
