@@ -27,8 +27,10 @@
 #include <fsdp/placement.h>
 #include <fsdp/policy.h>
 #include <fsdp/process_group.h>
+#include <fsdp/random_state.h>
 #include <fsdp/redistribute.h>
 #include <fsdp/reduce_op.h>
+#include <fsdp/state_dict.h>
 #include <fsdp/tensor_parallel.h>
 #include <fsdp/tie_weights.h>
 #include <fsdp/tree.h>

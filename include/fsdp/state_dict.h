@@ -69,7 +69,7 @@ struct StateDictOptions {
   bool strict = true;
   /// Set: the values of rank 0 count, those of the others may be empty.
   bool broadcast_from_rank0 = false;
-  /// Get: without parameters that need no gradient.
+  /// Get: without parameters that need no gradient. Set: they may be missing.
   bool ignore_frozen_params = false;
 };
 
@@ -77,18 +77,25 @@ struct StateDictOptions {
 /// original names in their original order, tied ones under each name. DTensors
 /// alias the live shards; the modules are resharded first. With
 /// `full_state_dict` collective, one tensor at a time.
-FSDP_API StateDict
-get_model_state_dict(ModuleRef module, const StateDictOptions& options = {});
-/// Copies the values into the parameters and buffers, sharded or whole. Nothing
-/// changes unless all of them fit.
+FSDP_API StateDict get_model_state_dict(ModuleRef module, const StateDictOptions& options = {});
+/// Copies the values into the parameters and buffers: whole tensors, of which each
+/// rank takes its part, or DTensors, placed in any way. Converts dtypes. Nothing
+/// changes on any rank unless all of them fit on all. Collective over the ranks that
+/// the module lies on, or with broadcast_from_rank0 over the world.
 FSDP_API void set_model_state_dict(
     ModuleRef module, const StateDict& state, const StateDictOptions& options = {});
 
 /// By parameter name, so that it fits any number of ranks and any order of
 /// parameter groups: "state.<parameter>.exp_avg", "state.<parameter>.step",
-/// "param_groups.<parameter>.lr".
+/// "param_groups.<parameter>.lr". For torch's and fsdp's Adam, AdamW, SGD, RMSprop and
+/// Adagrad. State that the optimizer has not made yet is there as it will start,
+/// so that a checkpoint can be loaded into it; the optimizer does not get it. That
+/// of frozen parameters is there where it exists. Tied parameters have one name, the
+/// first. Values of your own, a scheduler's for example, may be inserted.
 FSDP_API StateDict get_optimizer_state_dict(
     ModuleRef module, torch::optim::Optimizer& optimizer, const StateDictOptions& options = {});
+/// As set_model_state_dict; makes state that is missing. Parameters of one group
+/// must have the same hyper-parameters. Take out values of your own first (below()).
 FSDP_API void set_optimizer_state_dict(
     ModuleRef module,
     torch::optim::Optimizer& optimizer,

@@ -24,6 +24,7 @@ MAY_INCLUDE = {
 MAY_INCLUDE["optim"] = MAY_INCLUDE["param"] | {"param"}
 MAY_INCLUDE["state"] = MAY_INCLUDE["group"] | {"group"}
 MAY_INCLUDE["module"] = MAY_INCLUDE["state"] | {"state"}
+MAY_INCLUDE["checkpoint"] = MAY_INCLUDE["module"] | {"module", "optim"}
 MAY_INCLUDE["parallel"] = MAY_INCLUDE["module"] | {"module"}
 
 # Room of each public header; one that is missing here is an error.
@@ -57,8 +58,10 @@ PUBLIC = {
     "placement.h": "tensor",
     "policy.h": "param",
     "process_group.h": "process_group",
+    "random_state.h": "checkpoint",
     "redistribute.h": "parallel",
     "reduce_op.h": "process_group",
+    "state_dict.h": "checkpoint",
     "tensor_parallel.h": "parallel",
     "tie_weights.h": "module",
     "tree.h": "module",

@@ -1,0 +1,184 @@
+#include "checkpoint/box.h"
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+
+#include "tensor/shard_layout.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+int64_t product(const std::vector<int64_t>& sizes, size_t first_dim = 0) {
+  return std::accumulate(
+      sizes.begin() + static_cast<std::ptrdiff_t>(first_dim), sizes.end(), int64_t{1},
+      std::multiplies<>());
+}
+
+int64_t index_in(const Block& block, const std::vector<int64_t>& element) {
+  int64_t index = 0;
+  for (size_t dim = 0; dim < element.size(); ++dim) {
+    index = index * block.sizes[dim] + element[dim] - block.origin[dim];
+  }
+  return index;
+}
+
+/// The dim along which the boxes start at the most places: sorted by it, few
+/// neighbours have to be compared.
+size_t most_divided_dim(const std::vector<Box>& boxes, size_t num_dims) {
+  size_t best = 0;
+  size_t most = 0;
+  for (size_t dim = 0; dim < num_dims; ++dim) {
+    std::set<int64_t> starts;
+    for (const auto& box : boxes) {
+      starts.insert(box.offsets[dim]);
+    }
+    if (starts.size() > most) {
+      most = starts.size();
+      best = dim;
+    }
+  }
+  return best;
+}
+
+} // namespace
+
+int64_t Box::numel() const {
+  return product(sizes);
+}
+
+Box Box::whole(const std::vector<int64_t>& sizes) {
+  return {std::vector<int64_t>(sizes.size(), 0), sizes};
+}
+
+std::optional<Box> intersection(const Box& first, const Box& second) {
+  Box result = first;
+  for (size_t dim = 0; dim < first.sizes.size(); ++dim) {
+    const auto begin = std::max(first.offsets[dim], second.offsets[dim]);
+    const auto end = std::min(
+        first.offsets[dim] + first.sizes[dim], second.offsets[dim] + second.sizes[dim]);
+    if (begin >= end) {
+      return std::nullopt;
+    }
+    result.offsets[dim] = begin;
+    result.sizes[dim] = end - begin;
+  }
+  return result;
+}
+
+bool tile(const std::vector<Box>& boxes, const std::vector<int64_t>& sizes) {
+  std::vector<Box> sorted;
+  int64_t covered = 0;
+  for (const auto& box : boxes) {
+    if (box.offsets.size() != sizes.size() || box.sizes.size() != sizes.size()) {
+      return false;
+    }
+    for (size_t dim = 0; dim < sizes.size(); ++dim) {
+      // In this order nothing overflows.
+      if (box.offsets[dim] < 0 || box.sizes[dim] < 0 || box.offsets[dim] > sizes[dim] ||
+          box.sizes[dim] > sizes[dim] - box.offsets[dim]) {
+        return false;
+      }
+    }
+    const auto numel = box.numel();
+    if (numel > product(sizes) - covered) {
+      return false;
+    }
+    covered += numel;
+    if (numel > 0) {
+      sorted.push_back(box);
+    }
+  }
+  if (covered != product(sizes)) {
+    return false;
+  }
+  if (sizes.empty() || sorted.size() < 2) {
+    return true;
+  }
+  const auto dim = most_divided_dim(sorted, sizes.size());
+  std::sort(sorted.begin(), sorted.end(), [&](const Box& a, const Box& b) {
+    return a.offsets[dim] < b.offsets[dim];
+  });
+  for (size_t i = 0; i < sorted.size(); ++i) {
+    const auto end = sorted[i].offsets[dim] + sorted[i].sizes[dim];
+    for (size_t j = i + 1; j < sorted.size() && sorted[j].offsets[dim] < end; ++j) {
+      if (intersection(sorted[i], sorted[j])) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+std::vector<LocalBox> local_boxes(
+    const std::vector<int64_t>& sizes,
+    const std::vector<Placement>& placements,
+    const std::vector<int64_t>& mesh_shape,
+    const std::vector<int64_t>& coordinate) {
+  std::vector<LocalBox> boxes(1);
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    const auto steps = shard_steps(placements, mesh_shape, static_cast<int64_t>(dim));
+    const auto runs = local_runs(sizes[dim], steps, coordinate);
+    std::vector<LocalBox> longer;
+    for (const auto& box : boxes) {
+      int64_t at = 0;
+      for (size_t i = 0; i < runs.size(); ++i) {
+        Run run = runs[i];
+        while (i + 1 < runs.size() && runs[i + 1].offset == run.offset + run.length) {
+          run.length += runs[++i].length;
+        }
+        auto next = box;
+        next.box.offsets.push_back(run.offset);
+        next.box.sizes.push_back(run.length);
+        next.at.push_back(at);
+        at += run.length;
+        longer.push_back(std::move(next));
+      }
+    }
+    boxes = std::move(longer);
+  }
+  return boxes;
+}
+
+void for_each_run(
+    const Box& box,
+    const Block& from,
+    const Block& to,
+    const std::function<void(const CopyRun&)>& visit) {
+  const auto num_dims = box.sizes.size();
+  if (box.numel() == 0) {
+    return;
+  }
+  // Dims behind `inner` are whole in all three, so that a run spans them.
+  size_t inner = num_dims == 0 ? 0 : num_dims - 1;
+  while (inner > 0 && box.sizes[inner] == from.sizes[inner] &&
+         box.sizes[inner] == to.sizes[inner]) {
+    --inner;
+  }
+  const auto length = product(box.sizes, inner);
+  auto element = box.offsets;
+  CopyRun run{index_in(from, element), index_in(to, element), length};
+  while (true) {
+    size_t dim = inner;
+    while (dim-- > 0) { // the next row
+      if (++element[dim] < box.offsets[dim] + box.sizes[dim]) {
+        break;
+      }
+      element[dim] = box.offsets[dim];
+    }
+    if (dim == static_cast<size_t>(-1)) {
+      break;
+    }
+    const CopyRun next{index_in(from, element), index_in(to, element), length};
+    if (next.from == run.from + run.length && next.to == run.to + run.length) {
+      run.length += length;
+    } else {
+      visit(run);
+      run = next;
+    }
+  }
+  visit(run);
+}
+
+} // namespace fsdp::detail

@@ -1,0 +1,234 @@
+#include "checkpoint/catalog.h"
+
+#include <algorithm>
+#include <map>
+
+#include "base/check.h"
+#include "checkpoint/json_text.h"
+#include "checkpoint/manifest.h"
+#include "checkpoint/safetensors.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+constexpr const char* kIndexName = "model.safetensors.index.json";
+constexpr const char* kShardingInfo = "DCP_SHARDING_INFO";
+
+bool ends_with(const std::string& text, const std::string& end) {
+  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+/// Where in the whole each tensor of a file of torch's distributed checkpoint
+/// lies; no entries for a file of whole tensors.
+std::map<std::string, std::vector<int64_t>> sharding_info(
+    const SafetensorsHeader& header, const std::string& file) {
+  std::map<std::string, std::vector<int64_t>> result;
+  const auto found = header.metadata.find(kShardingInfo);
+  if (found == header.metadata.end()) {
+    return result;
+  }
+  const auto where = file + ", " + kShardingInfo;
+  const auto info = parse_json(found->second, where);
+  for (const auto& entry : header.entries) {
+    const auto& item = json_field(info, entry.name.c_str(), where);
+    auto offsets = json_sizes(json_field(item, "saved_offsets", where), "saved_offsets", where);
+    auto sizes = offsets;
+    bool fits = offsets.size() == entry.sizes.size();
+    for (size_t dim = 0; fits && dim < sizes.size(); ++dim) {
+      fits = !__builtin_add_overflow(offsets[dim], entry.sizes[dim], &sizes[dim]);
+    }
+    FSDP_CHECK_AS(
+        CheckpointError, fits && tensor_bytes(sizes, entry.dtype), file, ", tensor '", entry.name,
+        "': its saved_offsets do not fit its shape");
+    result[entry.name] = std::move(offsets);
+  }
+  return result;
+}
+
+/// Collects the tensors of several files.
+class Collector {
+ public:
+  explicit Collector(Path folder) {
+    catalog_.folder = std::move(folder);
+  }
+
+  void add_file(const std::string& name) {
+    const auto file = File::open(catalog_.folder / name);
+    const auto header = read_safetensors(file);
+    const auto offsets = sharding_info(header, file.path().string());
+    for (const auto& entry : header.entries) {
+      StoredPiece piece{name, entry.offset, Box::whole(entry.sizes), {}};
+      if (!offsets.empty()) {
+        piece.box.offsets = offsets.at(entry.name);
+      }
+      add(entry, std::move(piece), file.path().string());
+    }
+  }
+
+  Catalog finish() {
+    catalog_.index();
+    return std::move(catalog_);
+  }
+
+ private:
+  void add(const SafetensorsEntry& entry, StoredPiece piece, const std::string& file) {
+    const auto [place, is_new] = place_.emplace(entry.name, catalog_.tensors.size());
+    if (is_new) {
+      catalog_.tensors.push_back({entry.name, entry.dtype, entry.sizes, {}});
+    }
+    auto& tensor = catalog_.tensors[place->second];
+    FSDP_CHECK_AS(
+        CheckpointError,
+        tensor.dtype == entry.dtype && tensor.sizes.size() == entry.sizes.size(), file,
+        ", tensor '", entry.name, "': has another dtype or number of dims than in ",
+        tensor.pieces.empty() ? file : tensor.pieces[0].file);
+    // Nothing says how large the whole is but where its pieces end.
+    for (size_t dim = 0; dim < tensor.sizes.size(); ++dim) {
+      tensor.sizes[dim] =
+          std::max(tensor.sizes[dim], piece.box.offsets[dim] + piece.box.sizes[dim]);
+    }
+    FSDP_CHECK_AS(
+        CheckpointError, tensor_bytes(tensor.sizes, tensor.dtype), file, ", tensor '", entry.name,
+        "': its pieces make more elements than can be counted");
+    tensor.pieces.push_back(std::move(piece));
+  }
+
+  Catalog catalog_;
+  std::map<std::string, size_t> place_;
+};
+
+Catalog open_indexed(const Path& folder) {
+  const auto file = (folder / kIndexName).string();
+  const auto index = parse_json(read_text(file), file);
+  const auto& map = json_field(index, "weight_map", file);
+  FSDP_CHECK_AS(CheckpointError, map.is_object(), file, ": 'weight_map' is not an object");
+  std::map<std::string, std::string> files; // of the tensors
+  std::map<std::string, size_t> names;      // of the files
+  for (const auto& [name, value] : map.items()) {
+    files[name] = json_string(value, name.c_str(), file);
+    FSDP_CHECK_AS(
+        CheckpointError, files[name].find('/') == std::string::npos, file, ": '", files[name],
+        "' is not a file in this folder");
+    ++names[files[name]];
+  }
+  Collector collector(folder);
+  for (const auto& [name, count] : names) {
+    collector.add_file(name);
+  }
+  auto catalog = collector.finish();
+  for (const auto& [name, where] : files) {
+    const auto* tensor = catalog.find_tensor(name);
+    const bool there =
+        tensor && std::any_of(tensor->pieces.begin(), tensor->pieces.end(), [&](const auto& piece) {
+          return piece.file == where;
+        });
+    FSDP_CHECK_AS(
+        CheckpointError, there, file, ": tensor '", name, "' is not in ", where,
+        ", where it has to be");
+  }
+  return catalog;
+}
+
+Catalog open_folder(const Path& folder) {
+  if (exists(folder / kManifestName)) {
+    const auto file = (folder / kManifestName).string();
+    auto catalog = parse_manifest(read_text(file), file);
+    catalog.folder = folder;
+    return catalog;
+  }
+  if (exists(folder / kIndexName)) {
+    return open_indexed(folder);
+  }
+  Collector collector(folder);
+  bool any = false;
+  for (const auto& name : list_folder(folder)) {
+    if (ends_with(name, ".safetensors")) {
+      collector.add_file(name);
+      any = true;
+    }
+  }
+  FSDP_CHECK_AS(
+      CheckpointError, any, folder.string(), " holds no checkpoint: neither ", kManifestName,
+      " nor a safetensors file is in it");
+  return collector.finish();
+}
+
+void check_files(const Catalog& catalog) {
+  std::map<std::string, int64_t> file_bytes;
+  for (const auto& tensor : catalog.tensors) {
+    for (const auto& piece : tensor.pieces) {
+      auto found = file_bytes.find(piece.file);
+      if (found == file_bytes.end()) {
+        const auto size = File::open(catalog.folder / piece.file).size();
+        found = file_bytes.emplace(piece.file, size).first;
+      }
+      const auto bytes = *tensor_bytes(piece.box.sizes, tensor.dtype);
+      FSDP_CHECK_AS(
+          CheckpointError, piece.offset <= found->second && bytes <= found->second - piece.offset,
+          (catalog.folder / piece.file).string(), ", tensor '", tensor.name, "': the file has ",
+          found->second, " bytes, the tensor needs ", bytes, " from byte ", piece.offset,
+          " on: the file is truncated");
+    }
+  }
+}
+
+} // namespace
+
+const StoredTensor* Catalog::find_tensor(const std::string& name) const {
+  const auto found = tensor_index_.find(name);
+  return found == tensor_index_.end() ? nullptr : &tensors[found->second];
+}
+
+const StoredValue* Catalog::find_value(const std::string& name) const {
+  const auto found = value_index_.find(name);
+  return found == value_index_.end() ? nullptr : &values[found->second].second;
+}
+
+void Catalog::index() {
+  tensor_index_.clear();
+  value_index_.clear();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    FSDP_CHECK_AS(
+        CheckpointError, tensor_index_.emplace(tensors[i].name, i).second, folder.string(),
+        ": the tensor '", tensors[i].name, "' is there twice");
+  }
+  for (size_t i = 0; i < values.size(); ++i) {
+    FSDP_CHECK_AS(
+        CheckpointError,
+        !tensor_index_.count(values[i].first) && value_index_.emplace(values[i].first, i).second,
+        folder.string(), ": the name '", values[i].first, "' is there twice");
+  }
+}
+
+void check_coverage(const Catalog& catalog) {
+  for (const auto& tensor : catalog.tensors) {
+    std::vector<Box> boxes;
+    std::string files;
+    for (const auto& piece : tensor.pieces) {
+      boxes.push_back(piece.box);
+      files += (files.empty() ? "" : ", ") + piece.file;
+    }
+    FSDP_CHECK_AS(
+        CheckpointError, tile(boxes, tensor.sizes), catalog.folder.string(), ", tensor '",
+        tensor.name, "': its pieces (in ", files.empty() ? "no file" : files,
+        ") overlap, or do not make the whole: a file is missing or is from another checkpoint");
+  }
+}
+
+Catalog open_catalog(const Path& path) {
+  FSDP_CHECK_AS(CheckpointError, exists(path), path.string(), ": there is no such checkpoint");
+  Catalog catalog;
+  if (is_folder(path)) {
+    catalog = open_folder(path);
+  } else {
+    Collector collector(path.parent_path());
+    collector.add_file(path.filename().string());
+    catalog = collector.finish();
+  }
+  check_coverage(catalog);
+  check_files(catalog);
+  return catalog;
+}
+
+} // namespace fsdp::detail

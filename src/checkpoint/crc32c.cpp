@@ -1,0 +1,86 @@
+#include "checkpoint/crc32c.h"
+
+#include <array>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <nmmintrin.h>
+#endif
+
+namespace fsdp::detail {
+
+namespace {
+
+constexpr uint32_t kPolynomial = 0x82f63b78; // reflected
+
+using Tables = std::array<std::array<uint32_t, 256>, 8>;
+
+/// Table k advances a byte by k more bytes, so that eight are looked up at once.
+constexpr Tables make_tables() {
+  Tables tables{};
+  for (uint32_t byte = 0; byte < 256; ++byte) {
+    uint32_t crc = byte;
+    for (int bit = 0; bit < 8; ++bit) {
+      crc = (crc >> 1) ^ ((crc & 1) ? kPolynomial : 0);
+    }
+    tables[0][byte] = crc;
+  }
+  for (size_t k = 1; k < 8; ++k) {
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+      const auto before = tables[k - 1][byte];
+      tables[k][byte] = (before >> 8) ^ tables[0][before & 0xff];
+    }
+  }
+  return tables;
+}
+
+constexpr Tables kTables = make_tables();
+
+#if defined(__x86_64__)
+__attribute__((target("sse4.2"))) uint32_t crc32c_by_instruction(
+    const void* data, size_t size, uint32_t crc) {
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  uint64_t state = ~crc;
+  for (; size >= 8; size -= 8, bytes += 8) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes, 8);
+    state = _mm_crc32_u64(state, word);
+  }
+  auto result = static_cast<uint32_t>(state);
+  for (; size > 0; --size, ++bytes) {
+    result = _mm_crc32_u8(result, *bytes);
+  }
+  return ~result;
+}
+#endif
+
+} // namespace
+
+uint32_t crc32c_by_tables(const void* data, size_t size, uint32_t crc) {
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  crc = ~crc;
+  for (; size >= 8; size -= 8, bytes += 8) {
+    uint32_t next = 0;
+    for (size_t i = 0; i < 4; ++i) {
+      next ^= kTables[7 - i][(crc >> (8 * i) & 0xff) ^ bytes[i]];
+      next ^= kTables[3 - i][bytes[4 + i]];
+    }
+    crc = next;
+  }
+  for (; size > 0; --size, ++bytes) {
+    crc = (crc >> 8) ^ kTables[0][(crc & 0xff) ^ *bytes];
+  }
+  return ~crc;
+}
+
+uint32_t crc32c(const void* data, size_t size, uint32_t crc) {
+#if defined(__x86_64__)
+  static const bool has_instruction = __builtin_cpu_supports("sse4.2");
+  if (has_instruction) {
+    return crc32c_by_instruction(data, size, crc);
+  }
+#endif
+  return crc32c_by_tables(data, size, crc);
+}
+
+} // namespace fsdp::detail

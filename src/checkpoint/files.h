@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "process_group/socket.h"
+
+namespace fsdp::detail {
+
+// Files and folders by system calls, whose every failure is a CheckpointError
+// that names the file. Not std::filesystem's: some torch builds export copies of
+// its functions that crash, and it cannot sync.
+
+using Path = std::filesystem::path;
+
+/// An open file.
+class File {
+ public:
+  static File open(const Path& path);
+  /// Makes it, or opens the one that is there, for writing.
+  static File create(const Path& path);
+
+  const Path& path() const {
+    return path_;
+  }
+  int64_t size() const;
+  /// All of it, or an error that says how much is missing.
+  void read(int64_t offset, void* data, int64_t size) const;
+  void write(int64_t offset, const void* data, int64_t size) const;
+  void resize(int64_t size) const;
+  void sync() const;
+  /// Whether nobody else holds the lock; then this file does until it is closed.
+  bool try_lock() const;
+
+ private:
+  File(Path path, Fd fd) : path_(std::move(path)), fd_(std::move(fd)) {}
+
+  Path path_;
+  Fd fd_;
+};
+
+bool exists(const Path& path);
+bool is_folder(const Path& path);
+/// Names in a folder, sorted; none where there is no folder.
+std::vector<std::string> list_folder(const Path& folder);
+/// The newest change of the file, or of anything in the folder, in seconds; 0
+/// where it is gone.
+int64_t changed_at(const Path& path);
+
+/// With the folders above it; those that are there already stay.
+void make_folders(const Path& folder);
+/// A folder with all that is in it, or a file. What is gone already is fine.
+void remove_all(const Path& path);
+void rename_path(const Path& from, const Path& to);
+/// Makes the names in a folder last.
+void sync_folder(const Path& folder);
+
+/// Throws for files of more than `limit` bytes.
+std::string read_text(const Path& path, int64_t limit = int64_t{1} << 30);
+/// Written aside, synced and renamed: readers see all of it or none.
+void write_text(const Path& path, std::string_view text);
+
+/// For tests: called before everything that changes the file system, in the
+/// words of strace ("write", "rename"), with the path. May throw, or never return.
+extern std::function<void(const char* operation, const Path& path)> before_change;
+
+[[noreturn]] void throw_system_error(const char* doing, const Path& path, int error);
+
+} // namespace fsdp::detail

@@ -1,0 +1,176 @@
+#include "checkpoint/manifest.h"
+
+#include <cmath>
+#include <limits>
+
+#include "base/check.h"
+#include "checkpoint/json_text.h"
+#include "checkpoint/safetensors.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+using nlohmann::json;
+
+constexpr const char* kFormat = "fsdp.checkpoint";
+constexpr int64_t kVersion = 1;
+
+json value_json(const StoredValue& value) {
+  return std::visit(
+      [](const auto& held) -> json {
+        if constexpr (std::is_same_v<std::decay_t<decltype(held)>, double>) {
+          if (!std::isfinite(held)) { // JSON has no such numbers
+            return {{"double", std::isnan(held) ? "nan" : held > 0 ? "inf" : "-inf"}};
+          }
+        }
+        return held;
+      },
+      value);
+}
+
+StoredValue parse_value(const json& value, const std::string& where) {
+  if (value.is_boolean()) {
+    return value.get<bool>();
+  }
+  if (value.is_number_float()) {
+    return value.get<double>();
+  }
+  if (value.is_number_unsigned()) {
+    return json_size(value, "value", where);
+  }
+  if (value.is_number_integer()) {
+    return value.get<int64_t>();
+  }
+  if (value.is_string()) {
+    return value.get<std::string>();
+  }
+  const auto name = json_string(json_field(value, "double", where), "double", where);
+  FSDP_CHECK_AS(
+      CheckpointError, name == "nan" || name == "inf" || name == "-inf", where,
+      ": not a value: ", name);
+  constexpr auto kInfinity = std::numeric_limits<double>::infinity();
+  return name == "nan" ? std::numeric_limits<double>::quiet_NaN()
+                       : (name == "inf" ? kInfinity : -kInfinity);
+}
+
+StoredPiece parse_piece(const json& value, const StoredTensor& tensor, const std::string& where) {
+  StoredPiece piece;
+  piece.file = json_string(json_field(value, "file", where), "file", where);
+  FSDP_CHECK_AS(
+      CheckpointError,
+      !piece.file.empty() && piece.file != ".." && piece.file.find('/') == std::string::npos &&
+          piece.file.find('\0') == std::string::npos,
+      where, ": '", piece.file, "' is not the name of a file in this folder");
+  piece.offset = json_size(json_field(value, "offset", where), "offset", where);
+  piece.box.offsets = json_sizes(json_field(value, "offsets", where), "offsets", where);
+  piece.box.sizes = json_sizes(json_field(value, "sizes", where), "sizes", where);
+  // Bytes are computed from the sizes, so these must be right before.
+  FSDP_CHECK_AS(
+      CheckpointError,
+      piece.box.sizes.size() == tensor.sizes.size() &&
+          tensor_bytes(piece.box.sizes, tensor.dtype),
+      where, ": a piece has a wrong shape");
+  const auto& crcs = json_field(value, "crc32c", where);
+  for (const auto crc : json_sizes(crcs, "crc32c", where)) {
+    FSDP_CHECK_AS(
+        CheckpointError, crc <= std::numeric_limits<uint32_t>::max(), where,
+        ": a checksum is too large");
+    piece.crcs.push_back(static_cast<uint32_t>(crc));
+  }
+  const auto bytes = *tensor_bytes(piece.box.sizes, tensor.dtype);
+  FSDP_CHECK_AS(
+      CheckpointError,
+      static_cast<int64_t>(piece.crcs.size()) == bytes / kBlockBytes + (bytes % kBlockBytes != 0),
+      where, ": ", piece.crcs.size(), " checksums for ", bytes, " bytes");
+  return piece;
+}
+
+StoredTensor parse_tensor(const json& value, const std::string& file) {
+  StoredTensor tensor;
+  tensor.name = json_string(json_field(value, "name", file), "name", file);
+  const auto where = c10::str(file, ", tensor '", tensor.name, "'");
+  tensor.dtype = dtype_of(json_string(json_field(value, "dtype", where), "dtype", where), where);
+  tensor.sizes = json_sizes(json_field(value, "shape", where), "shape", where);
+  FSDP_CHECK_AS(
+      CheckpointError, tensor_bytes(tensor.sizes, tensor.dtype), where,
+      ": its shape has more elements than can be counted");
+  const auto& pieces = json_field(value, "pieces", where);
+  FSDP_CHECK_AS(CheckpointError, pieces.is_array(), where, ": 'pieces' is not a list");
+  for (const auto& piece : pieces) {
+    tensor.pieces.push_back(parse_piece(piece, tensor, where));
+  }
+  return tensor;
+}
+
+} // namespace
+
+std::string manifest_text(const Catalog& catalog, const std::string& file) {
+  auto tensors = json::array();
+  for (const auto& tensor : catalog.tensors) {
+    auto pieces = json::array();
+    for (const auto& piece : tensor.pieces) {
+      pieces.push_back(
+          {{"file", piece.file},
+           {"offset", piece.offset},
+           {"offsets", piece.box.offsets},
+           {"sizes", piece.box.sizes},
+           {"crc32c", piece.crcs}});
+    }
+    tensors.push_back(
+        {{"name", tensor.name},
+         {"dtype", dtype_name(tensor.dtype, c10::str(file, ", tensor '", tensor.name, "'"))},
+         {"shape", tensor.sizes},
+         {"pieces", std::move(pieces)}});
+  }
+  auto values = json::array();
+  for (const auto& [name, value] : catalog.values) {
+    values.push_back(json::array({name, value_json(value)}));
+  }
+  return json_text(
+      {{"format", kFormat},
+       {"version", kVersion},
+       {"id", catalog.id},
+       {"time", catalog.time},
+       {"block_bytes", kBlockBytes},
+       {"tensors", std::move(tensors)},
+       {"values", std::move(values)}},
+      file);
+}
+
+Catalog parse_manifest(std::string_view text, const std::string& file) {
+  const auto parsed = parse_json(text, file);
+  FSDP_CHECK_AS(
+      CheckpointError, json_string(json_field(parsed, "format", file), "format", file) == kFormat,
+      file, ": is not the manifest of a checkpoint");
+  const auto version = json_size(json_field(parsed, "version", file), "version", file);
+  FSDP_CHECK_AS(
+      CheckpointError, version == kVersion, file, ": has version ", version,
+      "; this library reads version ", kVersion);
+  FSDP_CHECK_AS(
+      CheckpointError,
+      json_size(json_field(parsed, "block_bytes", file), "block_bytes", file) == kBlockBytes, file,
+      ": unknown size of checksummed blocks");
+  Catalog catalog;
+  catalog.id = json_string(json_field(parsed, "id", file), "id", file);
+  catalog.time = json_size(json_field(parsed, "time", file), "time", file);
+  const auto& tensors = json_field(parsed, "tensors", file);
+  FSDP_CHECK_AS(CheckpointError, tensors.is_array(), file, ": 'tensors' is not a list");
+  for (const auto& tensor : tensors) {
+    catalog.tensors.push_back(parse_tensor(tensor, file));
+  }
+  const auto& values = json_field(parsed, "values", file);
+  FSDP_CHECK_AS(CheckpointError, values.is_array(), file, ": 'values' is not a list");
+  for (const auto& item : values) {
+    FSDP_CHECK_AS(
+        CheckpointError, item.is_array() && item.size() == 2, file,
+        ": a value is not a name and a value");
+    const auto name = json_string(item[0], "name", file);
+    catalog.values.emplace_back(
+        name, parse_value(item[1], c10::str(file, ", value '", name, "'")));
+  }
+  catalog.index();
+  return catalog;
+}
+
+} // namespace fsdp::detail
