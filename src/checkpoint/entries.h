@@ -27,8 +27,9 @@ struct Entry {
 /// This rank's part of a parameter or buffer, whoever placed it.
 Entry entry_of(std::string key, const at::Tensor& live);
 
-/// The modules at and below are sharded, as the optimizer sees them.
-void reshard_below(torch::nn::Module& module);
+/// The modules at and below show their shards, as to an optimizer. Where those are
+/// about to change, gathers of what they hold now are dropped.
+void reshard_below(torch::nn::Module& module, bool about_to_change = false);
 
 /// A number of a state dict as one of another type that holds the same value. Throws
 /// ValueError that names the key.

@@ -53,7 +53,7 @@ StateDict get_model_state_dict(ModuleRef module, const StateDictOptions& options
 
 void set_model_state_dict(
     ModuleRef module, const StateDict& state, const StateDictOptions& options) {
-  detail::reshard_below(*module);
+  detail::reshard_below(*module, /*about_to_change=*/true);
   detail::fill(
       {.function = "set_model_state_dict",
        .module = *module,
