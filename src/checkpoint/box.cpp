@@ -56,8 +56,8 @@ std::optional<Box> intersection(const Box& first, const Box& second) {
   Box result = first;
   for (size_t dim = 0; dim < first.sizes.size(); ++dim) {
     const auto begin = std::max(first.offsets[dim], second.offsets[dim]);
-    const auto end = std::min(
-        first.offsets[dim] + first.sizes[dim], second.offsets[dim] + second.sizes[dim]);
+    const auto end =
+        std::min(first.offsets[dim] + first.sizes[dim], second.offsets[dim] + second.sizes[dim]);
     if (begin >= end) {
       return std::nullopt;
     }

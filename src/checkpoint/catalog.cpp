@@ -79,9 +79,8 @@ class Collector {
     }
     auto& tensor = catalog_.tensors[place->second];
     FSDP_CHECK_AS(
-        CheckpointError,
-        tensor.dtype == entry.dtype && tensor.sizes.size() == entry.sizes.size(), file,
-        ", tensor '", entry.name, "': has another dtype or number of dims than in ",
+        CheckpointError, tensor.dtype == entry.dtype && tensor.sizes.size() == entry.sizes.size(),
+        file, ", tensor '", entry.name, "': has another dtype or number of dims than in ",
         tensor.pieces.empty() ? file : tensor.pieces[0].file);
     // Nothing says how large the whole is but where its pieces end.
     for (size_t dim = 0; dim < tensor.sizes.size(); ++dim) {
@@ -119,10 +118,9 @@ Catalog open_indexed(const Path& folder) {
   auto catalog = collector.finish();
   for (const auto& [name, where] : files) {
     const auto* tensor = catalog.find_tensor(name);
-    const bool there =
-        tensor && std::any_of(tensor->pieces.begin(), tensor->pieces.end(), [&](const auto& piece) {
-          return piece.file == where;
-        });
+    const bool there = tensor && std::any_of(
+                                     tensor->pieces.begin(), tensor->pieces.end(),
+                                     [&](const auto& piece) { return piece.file == where; });
     FSDP_CHECK_AS(
         CheckpointError, there, file, ": tensor '", name, "' is not in ", where,
         ", where it has to be");
@@ -131,13 +129,12 @@ Catalog open_indexed(const Path& folder) {
 }
 
 Catalog open_folder(const Path& folder) {
-  if (exists(folder / kManifestName)) {
-    const auto file = (folder / kManifestName).string();
-    auto catalog = parse_manifest(read_text(file), file);
+  if (path_exists(folder / kManifestName)) {
+    auto catalog = read_manifest(folder / kManifestName);
     catalog.folder = folder;
     return catalog;
   }
-  if (exists(folder / kIndexName)) {
+  if (path_exists(folder / kIndexName)) {
     return open_indexed(folder);
   }
   Collector collector(folder);
@@ -217,7 +214,7 @@ void check_coverage(const Catalog& catalog) {
 }
 
 Catalog open_catalog(const Path& path) {
-  FSDP_CHECK_AS(CheckpointError, exists(path), path.string(), ": there is no such checkpoint");
+  FSDP_CHECK_AS(CheckpointError, path_exists(path), path.string(), ": there is no such checkpoint");
   Catalog catalog;
   if (is_folder(path)) {
     catalog = open_folder(path);

@@ -37,8 +37,8 @@ constexpr Tables make_tables() {
 constexpr Tables kTables = make_tables();
 
 #if defined(__x86_64__)
-__attribute__((target("sse4.2"))) uint32_t crc32c_by_instruction(
-    const void* data, size_t size, uint32_t crc) {
+__attribute__((target("sse4.2"))) uint32_t
+crc32c_by_instruction(const void* data, size_t size, uint32_t crc) {
   const auto* bytes = static_cast<const unsigned char*>(data);
   uint64_t state = ~crc;
   for (; size >= 8; size -= 8, bytes += 8) {

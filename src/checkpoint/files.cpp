@@ -38,8 +38,8 @@ int open_or_throw(const Path& path, int flags, const char* doing) {
 
 void throw_system_error(const char* doing, const Path& path, int error) {
   FSDP_THROW(
-      CheckpointError, path.string(), " cannot be ", doing, ": ", std::strerror(error),
-      " (errno ", error, ")");
+      CheckpointError, path.string(), " cannot be ", doing, ": ", std::strerror(error), " (errno ",
+      error, ")");
 }
 
 File File::open(const Path& path) {
@@ -54,7 +54,7 @@ File File::create(const Path& path) {
 }
 
 int64_t File::size() const {
-  struct stat info {};
+  struct stat info{};
   if (fstat(fd_.get(), &info) != 0) {
     throw_system_error("looked at", path_, errno);
   }
@@ -113,13 +113,13 @@ bool File::try_lock() const {
   return flock(fd_.get(), LOCK_EX | LOCK_NB) == 0;
 }
 
-bool exists(const Path& path) {
-  struct stat info {};
+bool path_exists(const Path& path) {
+  struct stat info{};
   return lstat(path.c_str(), &info) == 0;
 }
 
 bool is_folder(const Path& path) {
-  struct stat info {};
+  struct stat info{};
   return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
 }
 
@@ -144,7 +144,7 @@ std::vector<std::string> list_folder(const Path& folder) {
 }
 
 int64_t changed_at(const Path& path) {
-  struct stat info {};
+  struct stat info{};
   if (lstat(path.c_str(), &info) != 0) {
     return 0;
   }
@@ -168,15 +168,15 @@ void make_folders(const Path& folder) {
   }
 }
 
-void remove_all(const Path& path) {
-  struct stat info {};
+void remove_tree(const Path& path) {
+  struct stat info{};
   if (lstat(path.c_str(), &info) != 0) {
     return;
   }
   const bool folder = S_ISDIR(info.st_mode);
   if (folder) {
     for (const auto& name : list_folder(path)) {
-      remove_all(path / name);
+      remove_tree(path / name);
     }
   }
   changing(folder ? "rmdir" : "unlink", path);
@@ -216,8 +216,7 @@ std::string read_text(const Path& path, int64_t limit) {
 void write_text(const Path& path, std::string_view text) {
   // Ranks that are threads, and processes, may write the same name at once.
   static std::atomic<uint64_t> number{0};
-  const Path aside =
-      c10::str(path.string(), ".", getpid(), "-", number.fetch_add(1), ".aside");
+  const Path aside = c10::str(path.string(), ".", getpid(), "-", number.fetch_add(1), ".aside");
   try {
     const auto file = File::create(aside);
     file.write(0, text.data(), static_cast<int64_t>(text.size()));

@@ -43,7 +43,7 @@ class File {
   Fd fd_;
 };
 
-bool exists(const Path& path);
+bool path_exists(const Path& path);
 bool is_folder(const Path& path);
 /// Names in a folder, sorted; none where there is no folder.
 std::vector<std::string> list_folder(const Path& folder);
@@ -54,7 +54,7 @@ int64_t changed_at(const Path& path);
 /// With the folders above it; those that are there already stay.
 void make_folders(const Path& folder);
 /// A folder with all that is in it, or a file. What is gone already is fine.
-void remove_all(const Path& path);
+void remove_tree(const Path& path);
 void rename_path(const Path& from, const Path& to);
 /// Makes the names in a folder last.
 void sync_folder(const Path& folder);

@@ -45,8 +45,7 @@ SafetensorsEntry parse_entry(
   SafetensorsEntry entry{.name = name};
   entry.dtype = dtype_of(json_string(json_field(value, "dtype", where), "dtype", where), where);
   entry.sizes = json_sizes(json_field(value, "shape", where), "shape", where);
-  const auto offsets =
-      json_sizes(json_field(value, "data_offsets", where), "data_offsets", where);
+  const auto offsets = json_sizes(json_field(value, "data_offsets", where), "data_offsets", where);
   const auto bytes = tensor_bytes(entry.sizes, entry.dtype);
   FSDP_CHECK_AS(CheckpointError, bytes, where, ": its shape has more elements than can be counted");
   FSDP_CHECK_AS(
@@ -131,8 +130,8 @@ SafetensorsHeader parse_safetensors(
   FSDP_CHECK_AS(
       CheckpointError, static_cast<int64_t>(start.size()) >= data_offset, file,
       ": its header is not there");
-  const auto parsed = parse_json(
-      start.substr(kLengthBytes, static_cast<size_t>(data_offset - kLengthBytes)), file);
+  const auto parsed =
+      parse_json(start.substr(kLengthBytes, static_cast<size_t>(data_offset - kLengthBytes)), file);
   FSDP_CHECK_AS(CheckpointError, parsed.is_object(), file, ": its header is not a JSON object");
   SafetensorsHeader header;
   for (const auto& [name, value] : parsed.items()) {
@@ -153,7 +152,8 @@ SafetensorsHeader parse_safetensors(
         entry.offset, " instead of ", end, ": tensors overlap, or there is a gap");
     FSDP_CHECK_AS(
         CheckpointError, entry.bytes() <= file_bytes - end, file, ", tensor '", entry.name,
-        "': ends ", entry.bytes() - (file_bytes - end), " bytes behind the file's end: the file "
+        "': ends ", entry.bytes() - (file_bytes - end),
+        " bytes behind the file's end: the file "
         "is truncated");
     end += entry.bytes();
   }

@@ -31,6 +31,7 @@ MAY_INCLUDE["parallel"] = MAY_INCLUDE["module"] | {"module"}
 PUBLIC = {
     "activation_checkpointing.h": "module",
     "call.h": "module",
+    "checkpoint.h": "checkpoint",
     "checkpoint_scope.h": "state",
     "checkpointed_call.h": "module",
     "clip_grad_norm.h": "optim",

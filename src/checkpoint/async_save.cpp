@@ -1,0 +1,136 @@
+#include <ATen/ATen.h>
+
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/check.h"
+#include "checkpoint/writer.h"
+#include "process_group/rank_context.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+/// A rank's save in the background, and the host memory that it and the next ones
+/// copy the tensors to: memory that has been used before is several times faster.
+class Background {
+ public:
+  ~Background() {
+    if (thread_.joinable()) {
+      thread_.join();
+    }
+  }
+
+  /// Waits, and throws what the save threw, once.
+  void finish() {
+    if (thread_.joinable()) {
+      thread_.join();
+    }
+    if (auto error = std::exchange(error_, nullptr)) {
+      std::rethrow_exception(error);
+    }
+  }
+
+  std::future<void> start(SaveJob job, std::function<void()> after) {
+    std::promise<void> promise;
+    auto future = promise.get_future();
+    thread_ = std::thread([this, job = std::move(job), after = std::move(after),
+                           promise = std::move(promise)]() mutable {
+      try {
+        run_save(job, after);
+        job = {}; // the memory is free for the next one before the future is ready
+        promise.set_value();
+      } catch (...) {
+        error_ = std::current_exception();
+        promise.set_exception(error_);
+      }
+    });
+    return future;
+  }
+
+  /// Copies of the parts, one behind the other in host memory.
+  void copy_parts(std::vector<Part>& parts) {
+    constexpr int64_t kAlignment = 64;
+    const auto aligned = [](int64_t bytes) {
+      return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    };
+    int64_t total = 0;
+    bool on_device = false;
+    for (const auto& part : parts) {
+      total += aligned(static_cast<int64_t>(part.data.nbytes()));
+      on_device = on_device || part.data.is_cuda();
+    }
+    if (!memory_.defined() || memory_.numel() < total || (on_device && !memory_.is_pinned())) {
+      memory_ = at::Tensor(); // never both
+      memory_ = at::empty({total}, at::device(at::kCPU).dtype(at::kByte).pinned_memory(on_device));
+    }
+    int64_t offset = 0;
+    for (auto& part : parts) {
+      const auto bytes = static_cast<int64_t>(part.data.nbytes());
+      auto copy =
+          memory_.narrow(0, offset, bytes).view(part.data.scalar_type()).view(part.data.sizes());
+      copy.copy_(part.data);
+      part.data = std::move(copy);
+      offset += aligned(bytes);
+    }
+  }
+
+ private:
+  std::thread thread_;
+  std::exception_ptr error_;
+  at::Tensor memory_; // 1D bytes
+};
+
+/// Ranks may be threads of one process: each has its own, until its world is gone.
+/// One that is under way when the process ends is waited for.
+std::shared_ptr<Background> current_background() {
+  using Key = std::weak_ptr<RankContext>;
+  static std::mutex mutex;
+  static std::map<Key, std::shared_ptr<Background>, std::owner_less<>> all;
+  std::vector<std::shared_ptr<Background>> gone; // ended without the lock
+  const std::lock_guard lock(mutex);
+  const auto has_world = [none = Key()](const Key& key) {
+    return key.owner_before(none) || none.owner_before(key);
+  };
+  for (auto item = all.begin(); item != all.end();) {
+    const bool is_gone = item->first.expired() && has_world(item->first);
+    if (is_gone) {
+      gone.push_back(std::move(item->second));
+    }
+    item = is_gone ? all.erase(item) : std::next(item);
+  }
+  auto& background = all[Key(current_context())];
+  if (!background) {
+    background = std::make_shared<Background>();
+  }
+  return background;
+}
+
+} // namespace
+
+void finish_previous_save() {
+  current_background()->finish();
+}
+
+std::future<void> async_save(
+    const StateDict& state,
+    const Path& path,
+    const SaveOptions& options,
+    const std::function<void()>& after) {
+  const auto background = current_background();
+  background->finish();
+  at::NoGradGuard no_grad;
+  auto job = begin_save(state, path, options);
+  try {
+    background->copy_parts(job.plan.parts);
+  } catch (...) { // no memory: the others must not wait for this rank
+    give_up(
+        job.publication, c10::str("rank ", job.publication.rank, ": ", current_exception_text()));
+    throw;
+  }
+  return background->start(std::move(job), after);
+}
+
+} // namespace fsdp::detail

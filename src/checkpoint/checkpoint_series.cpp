@@ -1,0 +1,141 @@
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+
+#include <fsdp/checkpoint.h>
+
+#include "base/check.h"
+#include "checkpoint/catalog.h"
+#include "checkpoint/writer.h"
+
+namespace fsdp {
+
+namespace {
+
+using detail::Path;
+
+constexpr const char* kPrefix = "step_";
+constexpr const char* kTrash = ".tmp-removed";
+
+struct Saved {
+  int64_t step = 0;
+  Path path;
+  int64_t time = 0;
+};
+
+Path step_path(const Path& root, int64_t step) {
+  char name[40];
+  std::snprintf(name, sizeof(name), "%s%08lld", kPrefix, static_cast<long long>(step));
+  return root / name;
+}
+
+/// -1 for other names.
+int64_t step_of(const std::string& name) {
+  const std::string prefix = kPrefix;
+  if (name.compare(0, prefix.size(), prefix) != 0 || name.size() == prefix.size() ||
+      name.size() > prefix.size() + 18 ||
+      name.find_first_not_of("0123456789", prefix.size()) != std::string::npos) {
+    return -1;
+  }
+  return std::stoll(name.substr(prefix.size()));
+}
+
+/// The complete ones, by step.
+std::vector<Saved> complete_ones(const Path& root) {
+  std::vector<Saved> found;
+  for (const auto& name : detail::list_folder(root)) {
+    const auto step = step_of(name);
+    if (step < 0) {
+      continue;
+    }
+    try {
+      found.push_back({step, root / name, detail::open_catalog(root / name).time});
+    } catch (const CheckpointError&) { // not complete, or being removed
+    }
+  }
+  std::sort(
+      found.begin(), found.end(), [](const auto& a, const auto& b) { return a.step < b.step; });
+  return found;
+}
+
+/// When a run goes back and continues from an earlier step, what it saves then is
+/// newer than what has larger steps; so by time.
+void sort_newest_first(std::vector<Saved>& saved) {
+  std::sort(saved.begin(), saved.end(), [](const auto& a, const auto& b) {
+    return a.time != b.time ? a.time > b.time : a.step > b.step;
+  });
+}
+
+/// A symbolic link, so that ROOT/latest can be loaded as it is.
+void set_latest(const Path& root, const Path& checkpoint) {
+  const auto aside = root / "latest.aside";
+  detail::remove_tree(aside);
+  if (symlink(checkpoint.filename().c_str(), aside.c_str()) != 0) {
+    detail::throw_system_error("made", aside, errno);
+  }
+  detail::rename_path(aside, root / "latest");
+  detail::sync_folder(root);
+}
+
+/// Rank 0, after a save.
+void rotate(const Path& root, const Path& checkpoint, const CheckpointSeriesOptions& options) {
+  set_latest(root, checkpoint);
+  auto saved = complete_ones(root);
+  sort_newest_first(saved);
+  for (size_t i = 0; i < saved.size(); ++i) {
+    const bool keep = static_cast<int64_t>(i) < options.keep ||
+                      (options.keep_every > 0 && saved[i].step % options.keep_every == 0) ||
+                      saved[i].path == checkpoint;
+    if (!keep) {
+      // Away in one call: half a checkpoint must not be found under its name.
+      const Path trash = saved[i].path.string() + kTrash;
+      detail::remove_tree(trash);
+      detail::rename_path(saved[i].path, trash);
+      detail::remove_tree(trash);
+    }
+  }
+  detail::remove_leftovers(root, kPrefix, detail::changed_at(root / "latest"));
+}
+
+} // namespace
+
+CheckpointSeries::CheckpointSeries(std::filesystem::path root, CheckpointSeriesOptions options)
+    : root_(detail::clean_path(root)), options_(options) {
+  TORCH_CHECK_VALUE(
+      options.keep >= 1, "[CheckpointSeries] keep is ", options.keep, ", not 1 or more");
+  TORCH_CHECK_VALUE(
+      options.keep_every >= 0, "[CheckpointSeries] keep_every is ", options.keep_every);
+}
+
+void CheckpointSeries::save(int64_t step, const StateDict& state, const SaveOptions& options) {
+  TORCH_CHECK_VALUE(step >= 0, "[CheckpointSeries] step is ", step);
+  const auto path = step_path(root_, step);
+  detail::save(
+      state, path, options, [root = root_, keep = options_, path] { rotate(root, path, keep); });
+}
+
+std::future<void> CheckpointSeries::async_save(
+    int64_t step, const StateDict& state, const SaveOptions& options) {
+  TORCH_CHECK_VALUE(step >= 0, "[CheckpointSeries] step is ", step);
+  const auto path = step_path(root_, step);
+  return detail::async_save(
+      state, path, options, [root = root_, keep = options_, path] { rotate(root, path, keep); });
+}
+
+std::optional<std::filesystem::path> CheckpointSeries::latest() const {
+  auto saved = complete_ones(root_);
+  sort_newest_first(saved);
+  return saved.empty() ? std::nullopt : std::optional(saved[0].path);
+}
+
+std::vector<std::pair<int64_t, std::filesystem::path>> CheckpointSeries::list() const {
+  std::vector<std::pair<int64_t, std::filesystem::path>> result;
+  for (const auto& saved : complete_ones(root_)) {
+    result.emplace_back(saved.step, saved.path);
+  }
+  return result;
+}
+
+} // namespace fsdp

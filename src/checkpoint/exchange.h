@@ -1,0 +1,18 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace fsdp::detail {
+
+/// This rank and the number of ranks; 0 and 1 without a process group.
+struct World {
+  int rank = 0;
+  int size = 1;
+};
+World current_world();
+
+/// The text of each rank of the world. Collective.
+std::vector<std::string> gather_texts(const std::string& mine);
+
+} // namespace fsdp::detail

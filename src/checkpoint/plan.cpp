@@ -1,0 +1,248 @@
+#include "checkpoint/plan.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <map>
+
+#include "base/check.h"
+#include "base/text.h"
+#include "checkpoint/crc32c.h"
+#include "checkpoint/json_text.h"
+#include "checkpoint/safetensors.h"
+#include "mesh/mesh_layout.h"
+#include "tensor/shard_layout.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+using nlohmann::json;
+
+constexpr const char* kWhere = "[save]";
+
+/// The meshes of a state dict, by number.
+class Meshes {
+ public:
+  size_t number(const DeviceMesh& mesh) {
+    const auto found = std::find(meshes_.begin(), meshes_.end(), mesh);
+    if (found != meshes_.end()) {
+      return static_cast<size_t>(found - meshes_.begin());
+    }
+    meshes_.push_back(mesh);
+    return meshes_.size() - 1;
+  }
+  const std::vector<DeviceMesh>& all() const {
+    return meshes_;
+  }
+
+ private:
+  std::vector<DeviceMesh> meshes_;
+};
+
+json describe(const std::string& key, const StateDict::Value& value, Meshes& meshes) {
+  const auto where = c10::str(kWhere, " '", key, "'");
+  const auto tensor = local_tensor(value);
+  if (!tensor) {
+    return {{"key", key}}; // values may differ: that of the first rank counts
+  }
+  FSDP_CHECK_AS(CheckpointError, tensor->local.defined(), where, ": an undefined tensor");
+  FSDP_CHECK_AS(
+      CheckpointError,
+      tensor->local.layout() == at::kStrided && !tensor->local.is_meta() &&
+          !tensor->local.is_quantized(),
+      where, ": only dense tensors with values can be saved, not ", tensor->local.toString());
+  json result{
+      {"key", key},
+      {"dtype", dtype_name(tensor->local.scalar_type(), where)},
+      {"shape", tensor->sizes}};
+  if (const auto* spread = std::get_if<DTensor>(&value)) {
+    for (const auto& placement : spread->placements()) {
+      FSDP_CHECK_AS(
+          CheckpointError, !std::holds_alternative<Partial>(placement), where,
+          ": its terms have not been added up (", to_string(spread->placements()),
+          "): redistribute it first");
+    }
+    result["mesh"] = meshes.number(spread->device_mesh());
+    result["mesh_shape"] = spread->device_mesh().shape();
+    result["placements"] = to_string(spread->placements());
+  }
+  return result;
+}
+
+/// A rank that has a key, and the number of the tensor's mesh there.
+struct Holder {
+  int rank = 0;
+  size_t mesh = 0;
+};
+
+/// All keys of all ranks, in the order of the first rank that has each.
+struct Merged {
+  std::vector<json> items;
+  std::vector<std::vector<Holder>> holders;
+  std::map<std::string, size_t> index;
+};
+
+Merged merge(const std::vector<std::string>& lists, int world_size) {
+  Merged merged;
+  const bool all_equal = lists.size() == 1;
+  for (int rank = 0; rank < static_cast<int>(lists.size()); ++rank) {
+    for (auto& item : parse_json(lists[static_cast<size_t>(rank)], kWhere)) {
+      const auto key = item.at("key").get<std::string>();
+      const auto mesh = item.value("mesh", size_t{0});
+      item.erase("mesh"); // each rank numbers its own
+      const auto [place, is_new] = merged.index.emplace(key, merged.items.size());
+      if (is_new) {
+        merged.items.push_back(item);
+        merged.holders.emplace_back();
+      }
+      const auto& first = merged.items[place->second];
+      auto& holders = merged.holders[place->second];
+      FSDP_CHECK_AS(
+          CheckpointError, first == item, kWhere, " '", key,
+          "' is not the same on all ranks: ", first.dump(), " on rank ",
+          is_new ? rank : holders[0].rank, ", ", item.dump(), " on rank ", rank);
+      for (int other = rank; other < (all_equal ? world_size : rank + 1); ++other) {
+        holders.push_back({other, mesh});
+      }
+    }
+  }
+  return merged;
+}
+
+/// Those that hold the same part of the tensor as this rank.
+std::vector<Holder> holders_of_part(
+    const DTensor& spread,
+    const std::vector<Holder>& holders,
+    const std::vector<std::vector<int64_t>>& places) {
+  const auto& mesh = spread.device_mesh();
+  const auto& placements = spread.placements();
+  const auto mine = mesh.get_coordinate();
+  std::vector<Holder> result;
+  for (const auto& holder : holders) {
+    const auto theirs =
+        grid_coordinate(mesh.shape(), places[static_cast<size_t>(holder.rank)].at(holder.mesh));
+    bool same = true;
+    for (size_t axis = 0; axis < placements.size(); ++axis) {
+      same = same && (shard_dim(placements[axis]) < 0 || theirs[axis] == mine[axis]);
+    }
+    if (same) {
+      result.push_back(holder);
+    }
+  }
+  return result;
+}
+
+void add_parts(const std::string& key, const LocalTensor& tensor, std::vector<Part>& parts) {
+  for (const auto& [box, at] : tensor.boxes) {
+    auto data = tensor.local.detach();
+    if (box.numel() == 0) { // the whole is empty; the local part may have other sizes
+      data = at::empty(box.sizes, data.options());
+    }
+    for (size_t dim = 0; dim < at.size(); ++dim) {
+      data = data.narrow(static_cast<int64_t>(dim), at[dim], box.sizes[dim]);
+    }
+    parts.push_back({key, box, std::move(data)});
+  }
+}
+
+StoredValue stored_value(const StateDict::Value& value) {
+  return std::visit(
+      [](const auto& held) -> StoredValue {
+        if constexpr (
+            std::is_constructible_v<StoredValue, std::decay_t<decltype(held)>> &&
+            !std::is_same_v<std::decay_t<decltype(held)>, at::Tensor>) {
+          return held;
+        } else {
+          TORCH_INTERNAL_ASSERT(false);
+        }
+      },
+      value);
+}
+
+} // namespace
+
+std::optional<LocalTensor> local_tensor(const StateDict::Value& value) {
+  if (const auto* tensor = std::get_if<at::Tensor>(&value)) {
+    auto sizes = tensor->defined() ? tensor->sizes().vec() : std::vector<int64_t>{};
+    auto box = Box::whole(sizes);
+    return LocalTensor{*tensor, std::move(sizes), {{box, box.offsets}}};
+  }
+  if (const auto* spread = std::get_if<DTensor>(&value)) {
+    const auto& mesh = spread->device_mesh();
+    auto boxes = local_boxes(
+        spread->sizes().vec(), spread->placements(), mesh.shape(), mesh.get_coordinate());
+    // An empty tensor is one empty piece, so that it is in the file.
+    if (boxes.empty() && spread->numel() == 0) {
+      const auto box = Box::whole(spread->sizes().vec());
+      boxes.push_back({box, box.offsets});
+    }
+    return LocalTensor{spread->to_local(), spread->sizes().vec(), std::move(boxes)};
+  }
+  return std::nullopt;
+}
+
+std::string PlanRequest::checksum() const {
+  return c10::str(crc32c(list.data(), list.size()), "-", list.size());
+}
+
+PlanRequest make_request(const StateDict& state) {
+  Meshes meshes;
+  auto list = json::array();
+  for (const auto& [key, value] : state) {
+    list.push_back(describe(key, value, meshes));
+  }
+  auto places = json::array();
+  for (const auto& mesh : meshes.all()) {
+    int64_t place = 0;
+    const auto coordinate = mesh.get_coordinate();
+    for (size_t axis = 0; axis < coordinate.size(); ++axis) {
+      place = place * mesh.shape()[axis] + coordinate[axis];
+    }
+    places.push_back(place);
+  }
+  return {json_text(list, kWhere), json_text(places, kWhere)};
+}
+
+SavePlan make_plan(
+    const StateDict& state,
+    int rank,
+    const std::vector<std::string>& lists,
+    const std::vector<std::string>& places) {
+  std::vector<std::vector<int64_t>> rank_places;
+  for (const auto& text : places) {
+    rank_places.push_back(parse_json(text, kWhere).get<std::vector<int64_t>>());
+  }
+  const auto merged = merge(lists, static_cast<int>(places.size()));
+  SavePlan plan;
+  for (const auto& item : merged.items) {
+    if (item.contains("dtype")) {
+      plan.catalog.tensors.push_back(
+          {item.at("key").get<std::string>(),
+           dtype_of(item.at("dtype").get<std::string>(), kWhere),
+           item.at("shape").get<std::vector<int64_t>>(),
+           {}});
+    }
+  }
+  for (const auto& [key, value] : state) {
+    const auto index = merged.index.at(key);
+    const auto& holders = merged.holders[index];
+    const auto tensor = local_tensor(value);
+    if (!tensor) {
+      if (holders[0].rank == rank) {
+        plan.catalog.values.emplace_back(key, stored_value(value));
+      }
+      continue;
+    }
+    const auto* spread = std::get_if<DTensor>(&value);
+    const auto writers =
+        spread && spread->numel() > 0 ? holders_of_part(*spread, holders, rank_places) : holders;
+    if (writers[index % writers.size()].rank == rank) {
+      add_parts(key, *tensor, plan.parts);
+    }
+  }
+  plan.catalog.index();
+  return plan;
+}
+
+} // namespace fsdp::detail

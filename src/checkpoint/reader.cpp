@@ -1,0 +1,97 @@
+#include "checkpoint/reader.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/check.h"
+#include "checkpoint/crc32c.h"
+#include "checkpoint/safetensors.h"
+
+namespace fsdp::detail {
+
+const File& Reader::file(const std::string& name) {
+  constexpr size_t kMaxOpen = 64;
+  auto found = files_.find(name);
+  if (found == files_.end()) {
+    if (files_.size() >= kMaxOpen) {
+      files_.clear();
+    }
+    found = files_.emplace(name, File::open(catalog_.folder / name)).first;
+  }
+  return found->second;
+}
+
+/// `copies` lie in one block, in order.
+void Reader::read_block(
+    const StoredTensor& stored, const StoredPiece& piece, const std::vector<Copy>& copies) {
+  const auto piece_bytes = *tensor_bytes(piece.box.sizes, stored.dtype);
+  const bool check = verify_ && !piece.crcs.empty();
+  const auto number = copies[0].from / kBlockBytes;
+  // All of the block to check it, else just what is needed.
+  const auto begin = check ? number * kBlockBytes : copies.front().from;
+  const auto end =
+      check ? std::min(begin + kBlockBytes, piece_bytes) : copies.back().from + copies.back().bytes;
+  const bool direct = copies.size() == 1 && copies[0].bytes == end - begin;
+  if (!direct) {
+    block_.resize(static_cast<size_t>(std::max<int64_t>(end - begin, block_.size())));
+  }
+  auto* bytes = direct ? copies[0].to : block_.data();
+  file(piece.file).read(piece.offset + begin, bytes, end - begin);
+  FSDP_CHECK_AS(
+      CheckpointError,
+      !check || crc32c(bytes, static_cast<size_t>(end - begin)) ==
+                    piece.crcs[static_cast<size_t>(number)],
+      (catalog_.folder / piece.file).string(), ", tensor '", stored.name, "': bytes ",
+      piece.offset + begin, " to ", piece.offset + end,
+      " are damaged: they do not match their checksum");
+  if (!direct) {
+    for (const auto& copy : copies) {
+      std::memcpy(copy.to, bytes + (copy.from - begin), static_cast<size_t>(copy.bytes));
+    }
+  }
+}
+
+at::Tensor Reader::read(const StoredTensor& stored, const LocalTensor& target) {
+  const auto local_sizes = target.local.sizes().vec();
+  auto result = at::empty(local_sizes, at::device(at::kCPU).dtype(stored.dtype));
+  auto* memory = static_cast<char*>(result.mutable_data_ptr());
+  const auto element_bytes = static_cast<int64_t>(c10::elementSize(stored.dtype));
+  std::vector<Copy> copies; // of one block
+  for (const auto& [box, at] : target.boxes) {
+    Block local{box.offsets, local_sizes};
+    for (size_t dim = 0; dim < at.size(); ++dim) {
+      local.origin[dim] -= at[dim];
+    }
+    for (const auto& piece : stored.pieces) {
+      const auto common = intersection(box, piece.box);
+      if (!common) {
+        continue;
+      }
+      const auto flush = [&] {
+        if (!copies.empty()) {
+          read_block(stored, piece, copies);
+          copies.clear();
+        }
+      };
+      for_each_run(*common, {piece.box.offsets, piece.box.sizes}, local, [&](const CopyRun& run) {
+        Copy left{
+            run.from * element_bytes, memory + run.to * element_bytes, run.length * element_bytes};
+        while (left.bytes > 0) { // by blocks
+          const auto number = left.from / kBlockBytes;
+          if (!copies.empty() && copies[0].from / kBlockBytes != number) {
+            flush();
+          }
+          const auto bytes = std::min(left.bytes, (number + 1) * kBlockBytes - left.from);
+          copies.push_back({left.from, left.to, bytes});
+          left = {left.from + bytes, left.to + bytes, left.bytes - bytes};
+        }
+      });
+      flush();
+    }
+  }
+  return result;
+}
+
+} // namespace fsdp::detail

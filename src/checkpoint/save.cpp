@@ -1,0 +1,28 @@
+#include <fsdp/checkpoint.h>
+
+#include "checkpoint/writer.h"
+
+namespace fsdp {
+
+void save(const StateDict& state, const std::filesystem::path& path, const SaveOptions& options) {
+  detail::save(state, path, options, {});
+}
+
+std::future<void> async_save(
+    const StateDict& state, const std::filesystem::path& path, const SaveOptions& options) {
+  return detail::async_save(state, path, options, {});
+}
+
+namespace detail {
+
+void save(
+    const StateDict& state,
+    const Path& path,
+    const SaveOptions& options,
+    const std::function<void()>& after) {
+  finish_previous_save();
+  run_save(begin_save(state, path, options), after);
+}
+
+} // namespace detail
+} // namespace fsdp

@@ -1,0 +1,221 @@
+#include "checkpoint/writer.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+
+#include "base/check.h"
+#include "base/text.h"
+#include "checkpoint/crc32c.h"
+#include "checkpoint/exchange.h"
+#include "checkpoint/json_text.h"
+#include "checkpoint/manifest.h"
+#include "checkpoint/safetensors.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+using nlohmann::json;
+
+/// What a rank says when a save begins.
+struct Greeting {
+  std::string error; // why it cannot take part
+  std::string path;
+  std::string id; // from rank 0
+  std::string checksum;
+  std::string places;
+};
+
+std::vector<Greeting> exchange_greetings(const Greeting& mine) {
+  const json text{mine.error, mine.path, mine.id, mine.checksum, mine.places};
+  std::vector<Greeting> all;
+  for (const auto& theirs :
+       gather_texts(text.dump(-1, ' ', false, json::error_handler_t::replace))) {
+    const auto fields = json::parse(theirs).get<std::vector<std::string>>();
+    all.push_back({fields[0], fields[1], fields[2], fields[3], fields[4]});
+  }
+  return all;
+}
+
+void check_greetings(const std::vector<Greeting>& all) {
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    FSDP_CHECK_AS(CheckpointError, all[rank].error.empty(), "rank ", rank, ": ", all[rank].error);
+    FSDP_CHECK_AS(
+        CheckpointError, all[rank].path == all[0].path, "[save] rank 0 saves ", all[0].path,
+        ", rank ", rank, " saves ", all[rank].path);
+  }
+}
+
+/// Writes a part at `offset`, with a checksum of each block while it is in the cache.
+std::vector<uint32_t> write_blocks(const File& file, int64_t offset, const at::Tensor& data) {
+  const auto host = host_bytes(data);
+  const auto* bytes = static_cast<const char*>(host.const_data_ptr());
+  const auto size = static_cast<int64_t>(host.nbytes());
+  std::vector<uint32_t> crcs;
+  for (int64_t done = 0; done < size; done += kBlockBytes) {
+    const auto block = std::min(kBlockBytes, size - done);
+    crcs.push_back(crc32c(bytes + done, static_cast<size_t>(block)));
+    file.write(offset + done, bytes + done, block);
+  }
+  return crcs;
+}
+
+/// One safetensors file, whose header tells torch's distributed checkpoint too
+/// where in the whole tensors its parts lie.
+void write_file(
+    const Path& path, const std::map<std::string, const Part*>& parts, Catalog& written) {
+  SafetensorsHeader header;
+  auto info = json::object();
+  for (const auto& [name, part] : parts) {
+    header.entries.push_back({name, part->data.scalar_type(), part->box.sizes});
+    info[name] = {{"saved_offsets", part->box.offsets}};
+  }
+  header.metadata = {
+      {"DCP_SHARDING_INFO", json_text(info, path.string())},
+      {"DCP_VERSION", "1.0"},
+      {"format", "pt"}};
+  const auto start = layout_safetensors(header, path.string());
+  const auto file = File::create(path);
+  file.write(0, start.data(), static_cast<int64_t>(start.size()));
+  for (const auto& entry : header.entries) {
+    const auto& part = *parts.at(entry.name);
+    StoredPiece piece{path.filename().string(), entry.offset, part.box, {}};
+    piece.crcs = write_blocks(file, entry.offset, part.data);
+    written.tensors.push_back({entry.name, entry.dtype, {}, {std::move(piece)}});
+  }
+  file.sync();
+}
+
+/// This rank's files. A name can be in a file once, so second boxes of a tensor
+/// go to a second file.
+Catalog write_parts(const SaveJob& job) {
+  std::vector<std::map<std::string, const Part*>> files;
+  for (const auto& part : job.plan.parts) {
+    size_t i = 0;
+    while (i < files.size() && files[i].count(part.name)) {
+      ++i;
+    }
+    files.resize(std::max(files.size(), i + 1));
+    files[i][part.name] = &part;
+  }
+  Catalog written;
+  for (size_t i = 0; i < files.size(); ++i) {
+    const auto name = rank_name(job.publication.rank) + (i > 0 ? c10::str(".", i) : "");
+    write_file(job.publication.data() / (name + ".safetensors"), files[i], written);
+  }
+  return written;
+}
+
+/// What the others need to know of this rank's files: JSON in the manifest's form.
+std::string rank_text(const SaveJob& job, Catalog written) {
+  // One entry per tensor: its files' pieces together.
+  std::map<std::string, StoredTensor> tensors;
+  for (auto& tensor : written.tensors) {
+    auto& merged = tensors[tensor.name];
+    merged.name = tensor.name;
+    merged.dtype = tensor.dtype;
+    merged.sizes = job.plan.catalog.find_tensor(tensor.name)->sizes;
+    merged.pieces.push_back(std::move(tensor.pieces[0]));
+  }
+  Catalog catalog;
+  for (auto& [name, tensor] : tensors) {
+    catalog.tensors.push_back(std::move(tensor));
+  }
+  catalog.values = job.plan.catalog.values;
+  return manifest_text(catalog, rank_name(job.publication.rank) + ".json");
+}
+
+int64_t nanoseconds_since_1970() {
+  using namespace std::chrono;
+  return duration_cast<nanoseconds>(system_clock::now().time_since_epoch()).count();
+}
+
+} // namespace
+
+at::Tensor host_bytes(const at::Tensor& data) {
+  return data.detach().cpu().resolve_conj().resolve_neg().contiguous();
+}
+
+SaveJob begin_save(const StateDict& state, const Path& path, const SaveOptions& options) {
+  const auto world = current_world();
+  SaveJob job;
+  auto& publication = job.publication;
+  publication.rank = world.rank;
+  publication.world_size = world.size;
+  publication.overwrite = options.overwrite;
+  publication.timeout = options.timeout;
+  // What one rank alone finds wrong has to reach the others.
+  PlanRequest request;
+  Greeting mine;
+  try {
+    publication.target = clean_path(path);
+    request = make_request(state);
+    if (world.rank == 0) {
+      prepare(publication);
+    }
+    mine = {"", publication.target.string(), publication.id, request.checksum(), request.places};
+  } catch (const c10::Error&) {
+    mine.error = current_exception_text();
+  }
+  try {
+    const auto all = exchange_greetings(mine);
+    check_greetings(all);
+    publication.id = all[0].id;
+    std::vector<std::string> places;
+    bool equal = true;
+    for (const auto& greeting : all) {
+      places.push_back(greeting.places);
+      equal = equal && greeting.checksum == all[0].checksum;
+    }
+    const auto lists = equal ? std::vector<std::string>{request.list} : gather_texts(request.list);
+    job.plan = make_plan(state, world.rank, lists, places);
+  } catch (...) {
+    if (world.rank == 0 && !publication.id.empty()) {
+      remove_tree(publication.folder());
+    }
+    throw;
+  }
+  return job;
+}
+
+Catalog merge_catalogs(
+    const SavePlan& plan, const std::vector<std::string>& texts, const Path& folder) {
+  Catalog merged;
+  merged.folder = folder;
+  std::map<std::string, size_t> index;
+  for (const auto& tensor : plan.catalog.tensors) { // in the order of the state dict
+    index[tensor.name] = merged.tensors.size();
+    merged.tensors.push_back(tensor);
+  }
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    auto part = parse_manifest(texts[rank], rank_name(static_cast<int>(rank)) + ".json");
+    for (auto& tensor : part.tensors) {
+      auto& pieces = merged.tensors[index.at(tensor.name)].pieces;
+      std::move(tensor.pieces.begin(), tensor.pieces.end(), std::back_inserter(pieces));
+    }
+    std::move(part.values.begin(), part.values.end(), std::back_inserter(merged.values));
+  }
+  merged.index();
+  check_coverage(merged);
+  return merged;
+}
+
+void run_save(const SaveJob& job, const std::function<void()>& after) {
+  const auto& publication = job.publication;
+  publish(
+      publication, {.write = [&] { return rank_text(job, write_parts(job)); },
+                    .finish =
+                        [&](const std::vector<std::string>& texts) {
+                          auto catalog = merge_catalogs(job.plan, texts, publication.target);
+                          catalog.id = publication.id;
+                          catalog.time = nanoseconds_since_1970();
+                          const auto file = publication.data() / kManifestName;
+                          write_text(file, manifest_text(catalog, file.string()));
+                        },
+                    .after = after});
+}
+
+} // namespace fsdp::detail
