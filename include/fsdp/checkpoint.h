@@ -30,18 +30,20 @@ struct NameRule {
 };
 
 struct LoadOptions {
-  /// A key that the checkpoint does not have is an error, as is one of it that
-  /// was not asked for... the latter never is.
+  /// A key that the checkpoint does not have is an error; else it stays as it is.
+  /// What the checkpoint has beyond is never one.
   bool strict = true;
   /// Compare checksums, where the files have them.
   bool verify = true;
-  std::vector<NameRule> names = {};
+  std::vector<NameRule> names = {}; // from ours to those in the files
 };
 
 /// Writes a checkpoint: one safetensors file per rank, with that rank's own bytes,
 /// and manifest.json. No rank gathers anything; what several ranks hold is written
 /// once. `path` is a folder that all ranks see, and it appears there complete or
-/// not at all. Collective over the world.
+/// not at all; where it fails, CheckpointError on all ranks. What is replaced must
+/// be a checkpoint, or empty. The ranks' keys may differ; a value that several have
+/// is that of the first. Collective over the world.
 FSDP_API void save(
     const StateDict& state, const std::filesystem::path& path, const SaveOptions& options = {});
 
@@ -62,12 +64,13 @@ struct SaveHfOptions {
   /// Files get no larger, unless one tensor is.
   int64_t max_file_bytes = int64_t{5} << 30;
   std::vector<NameRule> names = {}; // from ours to those in the files
-  std::optional<at::ScalarType> dtype = {};
+  std::optional<at::ScalarType> dtype = {}; // of floating-point tensors
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 };
 /// The tensors of `state` as a Hugging Face style folder: whole tensors in
 /// model-00001-of-0000n.safetensors with model.safetensors.index.json, or
-/// model.safetensors alone. Every rank writes its own part of them. Collective.
+/// model.safetensors alone. Every rank writes its own part of them; values that are
+/// not tensors are left out. Collective over the world.
 FSDP_API void save_hf(
     const StateDict& state, const std::filesystem::path& folder, const SaveHfOptions& options = {});
 

@@ -1,0 +1,223 @@
+// What can be wrong with a checkpoint, and what can go wrong with a save.
+
+#include <fsdp/checkpoint.h>
+
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <thread>
+
+#include "base/check.h"
+#include "checkpoint/checkpoints.h"
+
+namespace fsdp {
+namespace {
+
+using namespace test;
+
+std::string saved_checkpoint() {
+  const auto path = temporary_folder() + "/checkpoint";
+  save_samples(3, path, 5);
+  return path;
+}
+
+TEST(BrokenCheckpoint, FlippedBitsAreFoundWhereverTheyAre) {
+  const auto path = saved_checkpoint();
+  const auto catalog = detail::open_catalog(path);
+  for (const auto& tensor : catalog.tensors) {
+    for (const auto& piece : tensor.pieces) {
+      if (piece.box.numel() == 0) {
+        continue;
+      }
+      const auto file = path + "/" + piece.file;
+      const auto good = file_text(file);
+      auto bad = good;
+      bad[static_cast<size_t>(piece.offset)] ^= 1;
+      set_file_text(file, bad);
+      const auto message = load_error(path);
+      EXPECT_TRUE(contains(message, piece.file));
+      EXPECT_TRUE(contains(message, "'" + tensor.name + "'"));
+      EXPECT_TRUE(contains(message, "checksum"));
+      set_file_text(file, good);
+    }
+  }
+  expect_loads(2, path, 5);
+}
+
+TEST(BrokenCheckpoint, FlippedBitInTheManifest) {
+  const auto path = saved_checkpoint();
+  auto text = file_text(path + "/manifest.json");
+  text[text.find("\"step\",") + 7] ^= 1; // 5 becomes 4: only the checksum can tell
+  set_file_text(path + "/manifest.json", text);
+  EXPECT_TRUE(contains(load_error(path), "manifest.json: is damaged"));
+}
+
+TEST(BrokenCheckpoint, TruncatedFile) {
+  const auto path = saved_checkpoint();
+  const auto file = path + "/rank_00001.safetensors";
+  const auto text = file_text(file);
+  for (const size_t length : {text.size() - 1, size_t{100}, size_t{0}}) {
+    set_file_text(file, text.substr(0, length));
+    const auto message = load_error(path);
+    EXPECT_TRUE(contains(message, "rank_00001.safetensors"));
+    EXPECT_TRUE(contains(message, "truncated"));
+  }
+}
+
+TEST(BrokenCheckpoint, MissingFile) {
+  const auto path = saved_checkpoint();
+  ASSERT_EQ(unlink((path + "/rank_00002.safetensors").c_str()), 0);
+  EXPECT_TRUE(contains(load_error(path), "rank_00002.safetensors"));
+  // Without a manifest the shape is only known from the parts, but a gap is seen.
+  ASSERT_EQ(unlink((path + "/manifest.json").c_str()), 0);
+  load_error(path);
+  EXPECT_TRUE(contains(load_error(path + "/nowhere"), "no such checkpoint"));
+  EXPECT_TRUE(contains(load_error(temporary_folder()), "holds no checkpoint"));
+}
+
+TEST(BrokenCheckpoint, UnknownVersion) {
+  const auto path = saved_checkpoint();
+  edit_manifest(path, "\"version\":1", "\"version\":2");
+  EXPECT_TRUE(contains(load_error(path), "version 2"));
+}
+
+TEST(BrokenCheckpoint, DuplicateTensorAndDuplicateKey) {
+  const auto path = saved_checkpoint();
+  edit_manifest(path, "\"name\":\"cols\"", "\"name\":\"rows\"");
+  EXPECT_TRUE(contains(load_error(path), "'rows' is there twice"));
+  const auto other = saved_checkpoint();
+  edit_manifest(other, "\"version\":1", "\"version\":1,\"version\":1");
+  EXPECT_TRUE(contains(load_error(other), "'version' is there twice"));
+}
+
+TEST(BrokenCheckpoint, PiecesThatOverlapOrLieElsewhere) {
+  const auto path = saved_checkpoint();
+  edit_manifest(path, "\"offsets\":[5,0]", "\"offsets\":[4,0]");
+  EXPECT_TRUE(contains(load_error(path), "overlap"));
+  const auto other = saved_checkpoint();
+  edit_manifest(other, "\"file\":\"rank_00000", "\"file\":\"../rank_00000");
+  EXPECT_TRUE(contains(load_error(other), "not the name of a file"));
+}
+
+TEST(BrokenCheckpoint, MissingKeyAndWrongShape) {
+  const auto path = saved_checkpoint();
+  run_ranks(2, [&](int rank) {
+    StateDict state;
+    state.insert("plain", torch::zeros({7}, torch::kLong));
+    if (rank == 1) {
+      state.insert("more", torch::zeros({7}));
+    }
+    EXPECT_TRUE(contains(message_of<CheckpointError>([&] { load(state, path); }), "has no 'more'"));
+    EXPECT_EQ(std::get<at::Tensor>(state.at("plain")).sum().item<int64_t>(), 0);
+    load(state, path, {.strict = false});
+    EXPECT_NE(std::get<at::Tensor>(state.at("plain")).sum().item<int64_t>(), 0);
+    StateDict wrong;
+    wrong.insert("plain", torch::zeros({8}, torch::kLong));
+    const auto message = message_of<CheckpointError>([&] { load(wrong, path); });
+    EXPECT_TRUE(contains(message, "'plain'"));
+    EXPECT_TRUE(contains(message, "[7]"));
+    EXPECT_TRUE(contains(message, "[8]"));
+    StateDict value;
+    value.insert("plain", int64_t{1});
+    message_of<CheckpointError>([&] { load(value, path); });
+  });
+}
+
+void expect_save_fails(const std::string& path, const std::string& says) {
+  run_ranks(3, [&](int) {
+    const auto state = make_state(samples_1d(), world_mesh(), 6);
+    EXPECT_TRUE(contains(message_of<CheckpointError>([&] { save(state, path); }), says));
+  });
+}
+
+TEST(FailedSave, ARankThatFailsFailsAll) {
+  const auto path = saved_checkpoint();
+  for (const auto* file : {"rank_00001.safetensors", "rank_00000.json", "manifest.json"}) {
+    SCOPED_TRACE(file);
+    const ChangeHook hook([&](const char* operation, const detail::Path& where) {
+      if (std::string(operation) == "write" && where.string().find(file) != std::string::npos) {
+        FSDP_THROW(CheckpointError, where.string(), " cannot be written: no space");
+      }
+    });
+    expect_save_fails(path, "no space");
+  }
+  expect_loads(2, path, 5);
+  EXPECT_TRUE(leftovers(path + "/..").empty());
+}
+
+TEST(FailedSave, FolderThatCannotBeWritten) {
+  expect_save_fails("/proc/fsdp_checkpoint/x", "/proc/fsdp_checkpoint");
+  if (geteuid() != 0) { // root may write anyway
+    const auto folder = temporary_folder();
+    ASSERT_EQ(chmod(folder.c_str(), 0500), 0);
+    expect_save_fails(folder + "/x", "Permission denied");
+    chmod(folder.c_str(), 0700);
+  }
+}
+
+TEST(FailedSave, WhatIsNoCheckpointIsNotReplaced) {
+  const auto folder = temporary_folder();
+  set_file_text(folder + "/thesis.txt", "years of work");
+  expect_save_fails(folder, "thesis.txt");
+  EXPECT_EQ(file_text(folder + "/thesis.txt"), "years of work");
+  expect_save_fails(folder + "/thesis.txt", "not a folder");
+}
+
+TEST(FailedSave, OverwriteOff) {
+  const auto path = saved_checkpoint();
+  run_ranks(2, [&](int) {
+    const auto state = make_state(samples_1d(), world_mesh(), 6);
+    message_of<CheckpointError>([&] { save(state, path, {.overwrite = false}); });
+  });
+  expect_loads(1, path, 5);
+}
+
+TEST(FailedSave, WhatCannotBeSaved) {
+  const auto folder = temporary_folder();
+  const auto path = folder + "/checkpoint";
+  run_ranks(2, [&](int rank) {
+    const auto mesh = world_mesh();
+    StateDict partial;
+    partial.insert("p", DTensor::from_local(torch::ones({2}), mesh, {Partial{}}));
+    EXPECT_TRUE(contains(message_of<CheckpointError>([&] { save(partial, path); }), "'p'"));
+    StateDict meta; // on one rank only: the other hears of it
+    meta.insert("m", torch::ones({2}, rank == 1 ? torch::kMeta : torch::kCPU));
+    EXPECT_TRUE(contains(message_of<CheckpointError>([&] { save(meta, path); }), "rank 1"));
+    StateDict different;
+    different.insert("d", torch::ones({2 + rank}));
+    EXPECT_TRUE(contains(
+        message_of<CheckpointError>([&] { save(different, path); }), "not the same on all"));
+    StateDict fine;
+    fine.insert("x", torch::ones({2}));
+    EXPECT_TRUE(contains(
+        message_of<CheckpointError>([&] { save(fine, path + std::to_string(rank)); }),
+        "rank 1 saves"));
+  });
+  EXPECT_TRUE(detail::list_folder(folder).empty());
+}
+
+TEST(TwoSavers, EndWithOneCompleteCheckpoint) {
+  const auto path = temporary_folder() + "/checkpoint";
+  std::vector<std::thread> savers;
+  for (const int64_t seed : {5, 6}) {
+    savers.emplace_back([&path, seed] {
+      run_ranks(2, [&](int) {
+        const auto state = make_state(samples_1d(), world_mesh(), seed);
+        for (int i = 0; i < 10; ++i) {
+          save(state, path);
+        }
+      });
+    });
+  }
+  for (auto& saver : savers) {
+    saver.join();
+  }
+  const auto seed = std::get<int64_t>(*detail::open_catalog(path).find_value("step"));
+  expect_loads(2, path, seed);
+  EXPECT_TRUE(leftovers(path + "/..").empty());
+}
+
+} // namespace
+} // namespace fsdp

@@ -1,0 +1,183 @@
+// Ranks that die, and disks that are full, while a checkpoint is being replaced.
+// Ranks are forked: what follows begin_save needs no process group.
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <random>
+#include <thread>
+
+#include "checkpoint/checkpoints.h"
+#include "checkpoint/writer.h"
+
+namespace fsdp {
+namespace {
+
+using namespace test;
+
+constexpr int kRanks = 2;
+
+StateDict state_of(int64_t generation) {
+  StateDict state;
+  for (int i = 0; i < 5; ++i) {
+    state.insert("w" + std::to_string(i), torch::full({20 + i}, generation));
+  }
+  state.insert("generation", generation);
+  return state;
+}
+
+/// The generation that `path` holds; all of its tensors must be of it.
+int64_t loaded_generation(const std::string& path) {
+  auto state = state_of(-1);
+  load(state, path);
+  const auto generation = std::get<int64_t>(state.at("generation"));
+  for (const auto& [key, value] : state_of(generation)) {
+    if (const auto* expected = std::get_if<at::Tensor>(&value)) {
+      EXPECT_SAME(std::get<at::Tensor>(state.at(key)), *expected) << key;
+    }
+  }
+  return generation;
+}
+
+/// A save by kRanks ranks, as begin_save makes it.
+std::vector<detail::SaveJob> jobs_of(int64_t generation, const std::string& path) {
+  const auto state = state_of(generation);
+  const auto request = detail::make_request(state);
+  detail::Publication publication{.target = path, .world_size = kRanks};
+  publication.timeout = std::chrono::seconds(20);
+  detail::prepare(publication);
+  std::vector<detail::SaveJob> jobs;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    publication.rank = rank;
+    jobs.push_back(
+        {publication,
+         detail::make_plan(
+             state, rank, {request.list}, std::vector<std::string>(kRanks, request.places))});
+  }
+  return jobs;
+}
+
+/// Runs a rank's part in a process, which calls `prepare_child` first.
+pid_t fork_rank(const detail::SaveJob& job, const std::function<void()>& prepare_child) {
+  const auto pid = fork();
+  if (pid == 0) {
+    int code = 0;
+    try {
+      prepare_child();
+      detail::run_save(job);
+    } catch (const CheckpointError&) {
+      code = 1;
+    } catch (...) {
+      code = 2;
+    }
+    _exit(code);
+  }
+  return pid;
+}
+
+void kill_at(int change) {
+  detail::before_change = [left = change](const char*, const detail::Path&) mutable {
+    if (left-- == 0) {
+      kill(getpid(), SIGKILL);
+    }
+  };
+}
+
+TEST(KilledSave, TheLastGoodCheckpointLoadsEveryTime) {
+  const auto path = temporary_folder() + "/checkpoint";
+  save(state_of(0), path);
+  std::mt19937 random(11);
+  int64_t last = 0;
+  int num_killed = 0;
+  int num_replaced = 0;
+  constexpr int kMostChanges = 24; // of rank 0; the others make fewer
+  while (num_killed < 200) {
+    const auto generation = last + 1;
+    const auto jobs = jobs_of(generation, path);
+    const int victim = random() % 3 == 0 ? 1 : 0;
+    const auto change = static_cast<int>(random() % kMostChanges);
+    pid_t pids[kRanks];
+    for (int rank = 0; rank < kRanks; ++rank) {
+      pids[rank] = fork_rank(jobs[rank], [&] {
+        if (rank == victim) {
+          kill_at(change);
+        }
+      });
+    }
+    int status = 0;
+    waitpid(pids[victim], &status, 0);
+    const bool killed = WIFSIGNALED(status);
+    ASSERT_TRUE(killed || WEXITSTATUS(status) == 0);
+    if (killed) { // a launcher ends the others a moment later
+      std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
+      kill(pids[1 - victim], SIGKILL);
+    }
+    waitpid(pids[1 - victim], nullptr, 0);
+    const auto found = loaded_generation(path);
+    ASSERT_TRUE(found == last || found == generation) << found;
+    ASSERT_TRUE(killed || found == generation);
+    num_killed += killed;
+    num_replaced += killed && found == generation;
+    last = found;
+  }
+  EXPECT_GT(num_replaced, 0) << "no kill came after the new one was in place";
+  save(state_of(1000), path); // what the dead have left is in nobody's way
+  EXPECT_EQ(loaded_generation(path), 1000);
+}
+
+TEST(KilledSave, TheOthersNameWhoIsMissing) {
+  const auto path = temporary_folder() + "/checkpoint";
+  auto jobs = jobs_of(1, path);
+  jobs[0].publication.timeout = std::chrono::milliseconds(100);
+  const auto message = message_of<CheckpointError>([&] { detail::run_save(jobs[0]); });
+  EXPECT_TRUE(contains(message, "no word of ranks 1"));
+}
+
+TEST(FullDisk, FailsOnAllRanksAndKeepsTheOldOne) {
+  const auto path = temporary_folder() + "/checkpoint";
+  save(state_of(7), path);
+  const auto jobs = jobs_of(8, path);
+  pid_t pids[kRanks];
+  for (int rank = 0; rank < kRanks; ++rank) {
+    pids[rank] = fork_rank(jobs[rank], [&] {
+      if (rank == 1) { // files end after 500 bytes, as on a full disk
+        signal(SIGXFSZ, SIG_IGN);
+        const rlimit limit{500, 500};
+        setrlimit(RLIMIT_FSIZE, &limit);
+      }
+    });
+  }
+  for (const auto pid : pids) {
+    int status = 0;
+    waitpid(pid, &status, 0);
+    EXPECT_TRUE(WIFEXITED(status));
+    EXPECT_EQ(WEXITSTATUS(status), 1); // CheckpointError
+  }
+  EXPECT_EQ(loaded_generation(path), 7);
+}
+
+TEST(Leftovers, OfDeadSavesGoWhenTheyAreOld) {
+  const auto folder = temporary_folder();
+  const auto path = folder + "/checkpoint";
+  std::string dead;
+  {
+    const auto jobs = jobs_of(1, path); // and nobody carries on
+    dead = jobs[0].publication.folder().string();
+  }
+  const auto now = detail::changed_at(dead);
+  detail::remove_leftovers(folder, "checkpoint.tmp-", now + 10);
+  EXPECT_TRUE(detail::path_exists(dead)) << "too young";
+  detail::remove_leftovers(folder, "other.tmp-", now + 100);
+  EXPECT_TRUE(detail::path_exists(dead)) << "of another";
+  const auto alive = jobs_of(2, path);
+  detail::remove_leftovers(folder, "checkpoint.tmp-", now + 100);
+  EXPECT_FALSE(detail::path_exists(dead));
+  EXPECT_TRUE(detail::path_exists(alive[0].publication.folder())) << "its lock is held";
+}
+
+} // namespace
+} // namespace fsdp

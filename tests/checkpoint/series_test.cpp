@@ -1,0 +1,151 @@
+// Saves in the background, and series of checkpoints.
+
+#include <fsdp/checkpoint.h>
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <thread>
+
+#include "base/check.h"
+#include "checkpoint/checkpoints.h"
+
+namespace fsdp {
+namespace {
+
+using namespace test;
+
+TEST(AsyncSave, HoldsTheValuesOfTheCall) {
+  const auto path = temporary_folder() + "/checkpoint";
+  run_ranks(3, [&](int) {
+    const auto samples = samples_1d();
+    auto state = make_state(samples, world_mesh(), 5);
+    auto future = async_save(state, path);
+    for (const auto& [key, value] : state) { // training goes on
+      if (const auto* spread = std::get_if<DTensor>(&value)) {
+        spread->to_local().zero_();
+      } else if (const auto* tensor = std::get_if<at::Tensor>(&value)) {
+        tensor->zero_();
+      }
+    }
+    future.get();
+    auto read = make_state(samples, world_mesh(), 0);
+    load(read, path);
+    expect_state(read, samples, 5);
+  });
+}
+
+TEST(AsyncSave, OneAtATime) {
+  const auto folder = temporary_folder();
+  std::atomic<bool> slow{true};
+  const ChangeHook hook([&](const char*, const detail::Path&) {
+    if (slow) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  });
+  run_ranks(2, [&](int) {
+    const auto state = make_state(samples_1d(), world_mesh(), 5);
+    const auto first = async_save(state, folder + "/first");
+    auto second = async_save(state, folder + "/second");
+    EXPECT_EQ(first.wait_for(std::chrono::seconds(0)), std::future_status::ready);
+    second.get();
+  });
+  slow = false;
+  expect_loads(1, folder + "/first", 5);
+  expect_loads(1, folder + "/second", 5);
+}
+
+TEST(AsyncSave, ErrorsAreInTheFutureAndAtTheNextCall) {
+  const auto folder = temporary_folder();
+  run_ranks(2, [&](int) {
+    const auto state = make_state(samples_1d(), world_mesh(), 5);
+    std::future<void> future;
+    {
+      default_group().barrier();
+      std::optional<ChangeHook> hook;
+      if (get_rank() == 0) {
+        hook.emplace([](const char* operation, const detail::Path& where) {
+          if (std::string(operation) == "fsync" && where.filename() == "rank_00001.safetensors") {
+            FSDP_THROW(CheckpointError, "the disk is gone");
+          }
+        });
+      }
+      default_group().barrier();
+      future = async_save(state, folder + "/checkpoint");
+      EXPECT_TRUE(contains(message_of<CheckpointError>([&] { future.get(); }), "the disk is gone"));
+      default_group().barrier();
+    }
+    const auto message = message_of<CheckpointError>([&] { save(state, folder + "/checkpoint"); });
+    EXPECT_TRUE(contains(message, "rank 1: the disk is gone"));
+    save(state, folder + "/checkpoint"); // said once
+  });
+  expect_loads(2, folder + "/checkpoint", 5);
+}
+
+std::vector<int64_t> steps_of(const CheckpointSeries& series) {
+  std::vector<int64_t> steps;
+  for (const auto& [step, path] : series.list()) {
+    steps.push_back(step);
+  }
+  return steps;
+}
+
+TEST(CheckpointSeries, KeepsTheNewestAndEveryMth) {
+  const auto root = temporary_folder() + "/run";
+  run_ranks(2, [&](int) {
+    CheckpointSeries series(root, {.keep = 2, .keep_every = 30});
+    EXPECT_EQ(series.latest(), std::nullopt);
+    const auto state = make_state(samples_1d(), world_mesh(), 5);
+    for (int64_t step = 10; step <= 80; step += 10) {
+      if (step % 20 == 0) {
+        series.save(step, state);
+      } else {
+        series.async_save(step, state).get();
+      }
+      EXPECT_EQ(series.latest()->filename().string(), "step_000000" + std::to_string(step));
+      default_group().barrier();
+    }
+    EXPECT_EQ(steps_of(series), (std::vector<int64_t>{30, 60, 70, 80}));
+  });
+  expect_loads(3, root + "/latest", 5);
+  EXPECT_TRUE(leftovers(root).empty());
+}
+
+TEST(CheckpointSeries, GoesByWhatIsCompleteAndNew) {
+  const auto root = temporary_folder() + "/run";
+  const CheckpointSeries reader(root);
+  CheckpointSeries series(root, {.keep = 5});
+  StateDict state;
+  state.insert("w", torch::ones({4}));
+  for (const int64_t step : {10, 20, 30}) {
+    series.save(step, state);
+  }
+  ASSERT_EQ(unlink((root + "/step_00000030/rank_00000.safetensors").c_str()), 0);
+  EXPECT_EQ(reader.latest()->filename(), "step_00000020") << "30 has lost a file";
+  series.save(15, state); // a run that went back
+  EXPECT_EQ(reader.latest()->filename(), "step_00000015");
+  EXPECT_EQ(steps_of(reader), (std::vector<int64_t>{10, 15, 20}));
+}
+
+TEST(CheckpointSeries, AFailedSaveRemovesNothing) {
+  const auto root = temporary_folder() + "/run";
+  CheckpointSeries series(root, {.keep = 1});
+  StateDict state;
+  state.insert("w", torch::ones({4}));
+  series.save(1, state);
+  {
+    const ChangeHook hook([](const char* operation, const detail::Path& where) {
+      if (std::string(operation) == "rename" && where.filename() == "step_00000002") {
+        FSDP_THROW(CheckpointError, "no");
+      }
+    });
+    message_of<CheckpointError>([&] { series.save(2, state); });
+  }
+  EXPECT_EQ(steps_of(series), (std::vector<int64_t>{1}));
+  series.save(3, state);
+  EXPECT_EQ(steps_of(series), (std::vector<int64_t>{3}));
+}
+
+} // namespace
+} // namespace fsdp

@@ -1,0 +1,262 @@
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "checkpoint/box.h"
+#include "checkpoint/checkpoints.h"
+#include "checkpoint/crc32c.h"
+#include "checkpoint/manifest.h"
+#include "checkpoint/safetensors.h"
+
+namespace fsdp::detail {
+namespace {
+
+using test::contains;
+using test::message_of;
+
+TEST(Crc32c, KnownValues) {
+  const std::string digits = "123456789";
+  const std::string zeros(32, '\0');
+  for (const auto& crc : {crc32c, crc32c_by_tables}) {
+    EXPECT_EQ(crc("", 0, 0), 0u);
+    EXPECT_EQ(crc(digits.data(), digits.size(), 0), 0xe3069283u);
+    EXPECT_EQ(crc(zeros.data(), zeros.size(), 0), 0x8a9136aau);
+  }
+}
+
+TEST(Crc32c, PartsAndBothWaysAgree) {
+  std::mt19937 random(1);
+  std::string bytes(1000, '\0');
+  for (auto& byte : bytes) {
+    byte = static_cast<char>(random());
+  }
+  for (size_t length = 0; length < bytes.size(); length += 7) {
+    const auto whole = crc32c(bytes.data() + 1, length);
+    EXPECT_EQ(whole, crc32c_by_tables(bytes.data() + 1, length));
+    const auto first = crc32c(bytes.data() + 1, length / 3);
+    EXPECT_EQ(whole, crc32c(bytes.data() + 1 + length / 3, length - length / 3, first));
+  }
+}
+
+TEST(Box, Intersection) {
+  const Box a{{0, 2}, {4, 4}};
+  EXPECT_EQ(intersection(a, {{3, 0}, {5, 3}}), (Box{{3, 2}, {1, 1}}));
+  EXPECT_EQ(intersection(a, {{4, 0}, {5, 9}}), std::nullopt);
+  EXPECT_EQ(intersection(Box{}, Box{}), Box{}); // scalars
+}
+
+TEST(Box, TilesAreExact) {
+  EXPECT_TRUE(tile({{{0, 0}, {2, 3}}, {{0, 3}, {2, 1}}}, {2, 4}));
+  EXPECT_TRUE(tile({{{}, {}}}, {}));
+  EXPECT_TRUE(tile({}, {0, 4}));
+  EXPECT_FALSE(tile({}, {}));
+  EXPECT_FALSE(tile({{{0, 0}, {2, 3}}}, {2, 4})) << "a part is missing";
+  EXPECT_FALSE(tile({{{0, 0}, {2, 2}}, {{0, 1}, {2, 2}}}, {2, 4})) << "overlap";
+  EXPECT_FALSE(tile({{{1, 0}, {2, 4}}}, {2, 4})) << "outside";
+  EXPECT_FALSE(tile({{{}, {}}, {{}, {}}}, {})) << "twice";
+  EXPECT_FALSE(tile({{{0}, {4}}}, {2, 2})) << "another number of dims";
+}
+
+TEST(Box, StridedShardsHaveSeveral) {
+  // Chunks 0..5 and 6..11 are each divided over two ranks.
+  const auto boxes = local_boxes({12, 2}, {StridedShard{0, 2}}, {2}, {1});
+  EXPECT_EQ(boxes, (std::vector<LocalBox>{{{{3, 0}, {3, 2}}, {0, 0}}, {{{9, 0}, {3, 2}}, {3, 0}}}));
+  // Where a later axis accounts for it, there is one.
+  EXPECT_EQ(local_boxes({12}, {StridedShard{0, 2}, Shard{0}}, {2, 2}, {1, 0}).size(), 1u);
+  EXPECT_TRUE(local_boxes({1}, {Shard{0}}, {2}, {1}).empty());
+}
+
+std::vector<CopyRun> runs_of(const Box& box, const Block& from, const Block& to) {
+  std::vector<CopyRun> runs;
+  for_each_run(box, from, to, [&](const CopyRun& run) { runs.push_back(run); });
+  return runs;
+}
+
+TEST(Box, RunsAreAsLongAsCanBe) {
+  const Block whole{{0, 0}, {4, 6}};
+  EXPECT_EQ(runs_of({{1, 0}, {2, 6}}, whole, {{1, 0}, {2, 6}}), (std::vector<CopyRun>{{6, 0, 12}}));
+  EXPECT_EQ(
+      runs_of({{1, 2}, {2, 3}}, whole, {{1, 2}, {2, 3}}),
+      (std::vector<CopyRun>{{8, 0, 3}, {14, 3, 3}}));
+  EXPECT_EQ(runs_of({{}, {}}, {{}, {}}, {{}, {}}), (std::vector<CopyRun>{{0, 0, 1}}));
+  EXPECT_TRUE(runs_of({{0, 0}, {0, 6}}, whole, whole).empty());
+}
+
+TEST(Box, RunsCopyTheBox) {
+  const auto full = torch::arange(4 * 5 * 6).view({4, 5, 6});
+  const std::vector<Box> boxes{
+      {{1, 2, 3}, {2, 2, 2}}, {{0, 1, 0}, {3, 3, 6}}, {{2, 0, 0}, {1, 5, 6}}};
+  for (const auto& box : boxes) {
+    auto copy = torch::zeros(box.sizes, torch::kLong);
+    for_each_run(box, {{0, 0, 0}, {4, 5, 6}}, {box.offsets, box.sizes}, [&](const CopyRun& run) {
+      copy.view(-1)
+          .narrow(0, run.to, run.length)
+          .copy_(full.view(-1).narrow(0, run.from, run.length));
+    });
+    auto expected = full;
+    for (int64_t dim = 0; dim < 3; ++dim) {
+      expected = expected.narrow(dim, box.offsets[dim], box.sizes[dim]);
+    }
+    EXPECT_SAME(copy, expected.contiguous());
+  }
+}
+
+std::string safetensors_file(const std::string& header, int64_t data_bytes) {
+  std::string text;
+  for (int i = 0; i < 8; ++i) {
+    text.push_back(static_cast<char>(header.size() >> (8 * i) & 0xff));
+  }
+  return text + header + std::string(static_cast<size_t>(data_bytes), 'x');
+}
+
+SafetensorsHeader parse(const std::string& file) {
+  return parse_safetensors(file, static_cast<int64_t>(file.size()), "f.safetensors");
+}
+
+TEST(Safetensors, WhatIsWrittenIsRead) {
+  SafetensorsHeader header;
+  int64_t bytes = 0;
+  for (const auto dtype :
+       {at::kBool, at::kDouble, at::kFloat, at::kHalf, at::kBFloat16, at::kLong, at::kInt,
+        at::kShort, at::kChar, at::kByte, at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kUInt16,
+        at::kUInt32, at::kUInt64, at::kComplexFloat}) {
+    header.entries.push_back({c10::str("t.", dtype), dtype, {3, 5}});
+    bytes += header.entries.back().bytes();
+  }
+  header.entries.push_back({"scalar", at::kFloat, {}});
+  header.entries.push_back({"empty", at::kFloat, {0, 7}});
+  header.metadata = {{"format", "pt"}};
+  const auto start = layout_safetensors(header, "f");
+  EXPECT_EQ(start.size() % 8, 0u);
+  const auto read = parse(start + std::string(static_cast<size_t>(bytes + 4), 'x'));
+  EXPECT_EQ(read.metadata, header.metadata);
+  ASSERT_EQ(read.entries.size(), header.entries.size());
+  for (const auto& entry : read.entries) {
+    EXPECT_EQ(entry.offset % static_cast<int64_t>(c10::elementSize(entry.dtype)), 0) << entry.name;
+    const auto same = [&](const auto& other) {
+      return other.name == entry.name && other.dtype == entry.dtype && other.sizes == entry.sizes &&
+             other.offset == entry.offset;
+    };
+    EXPECT_TRUE(std::any_of(header.entries.begin(), header.entries.end(), same)) << entry.name;
+  }
+}
+
+struct BadHeader {
+  const char* says;
+  std::string file;
+};
+
+class BadHeaders : public testing::TestWithParam<BadHeader> {};
+
+TEST_P(BadHeaders, AreRefused) {
+  const auto message = message_of<CheckpointError>([] { parse(GetParam().file); });
+  EXPECT_TRUE(contains(message, GetParam().says));
+  EXPECT_TRUE(contains(message, "f.safetensors"));
+}
+
+const std::string kGood = R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})";
+
+INSTANTIATE_TEST_SUITE_P(
+    Safetensors,
+    BadHeaders,
+    testing::Values(
+        BadHeader{"too few", "1234"},
+        BadHeader{"truncated", safetensors_file(kGood, 0).substr(0, 20)},
+        BadHeader{"not a safetensors", std::string(16, '\xff')},
+        BadHeader{"broken", safetensors_file("{\"a\":", 8)},
+        BadHeader{"not a JSON object", safetensors_file("[]", 8)},
+        BadHeader{"nested too deep", safetensors_file(std::string(1000, '['), 8)},
+        BadHeader{"truncated", safetensors_file(kGood, 7)},
+        BadHeader{"belong to no tensor", safetensors_file(kGood, 9)},
+        BadHeader{
+            "twice", safetensors_file(
+                         R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},)"
+                         R"("a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})",
+                         8)},
+        BadHeader{
+            "overlap", safetensors_file(
+                           R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},)"
+                           R"("b":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}})",
+                           8)},
+        BadHeader{
+            "gap",
+            safetensors_file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})", 8)},
+        BadHeader{
+            "unknown dtype",
+            safetensors_file(R"({"a":{"dtype":"F31","shape":[2],"data_offsets":[0,8]}})", 8)},
+        BadHeader{
+            "not a size",
+            safetensors_file(R"({"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}})", 8)},
+        BadHeader{
+            "not a size",
+            safetensors_file(R"({"a":{"dtype":"F32","shape":[2.5],"data_offsets":[0,8]}})", 8)},
+        BadHeader{
+            "be counted", safetensors_file(
+                              R"({"a":{"dtype":"F32","shape":[4294967296,4294967296],)"
+                              R"("data_offsets":[0,8]}})",
+                              8)},
+        BadHeader{
+            "need 12 bytes",
+            safetensors_file(R"({"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}})", 8)},
+        BadHeader{
+            "begin and an end",
+            safetensors_file(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}})", 8)},
+        BadHeader{"no 'shape'", safetensors_file(R"({"a":{"dtype":"F32"}})", 0)},
+        BadHeader{"not a string", safetensors_file(R"({"__metadata__":{"a":1}})", 0)}));
+
+/// Changes, drops, doubles and swaps bytes.
+std::string mutated(std::string text, std::mt19937& random) {
+  const auto place = [&] { return text.empty() ? 0 : random() % text.size(); };
+  for (auto count = 1 + random() % 4; count-- > 0 && !text.empty();) {
+    switch (random() % 5) {
+      case 0:
+        text[place()] = static_cast<char>(random());
+        break;
+      case 1:
+        text[place()] = "0123456789-{}[],:\"e."[random() % 20];
+        break;
+      case 2:
+        text.erase(place(), 1 + random() % 8);
+        break;
+      case 3:
+        text.insert(place(), text.substr(place(), random() % 40));
+        break;
+      default:
+        text.resize(place());
+    }
+  }
+  return text;
+}
+
+TEST(Fuzz, MutatedFilesAreReadOrRefused) {
+  Catalog catalog;
+  catalog.tensors = {
+      {"w",
+       at::kFloat,
+       {4, 6},
+       {{"a", 64, {{0, 0}, {4, 3}}, {7}}, {"b", 64, {{0, 3}, {4, 3}}, {8}}}}};
+  catalog.values = {{"step", int64_t{3}}, {"lr", 0.5}, {"name", std::string("x")}};
+  const auto manifest = manifest_text(catalog, "m");
+  const auto file = safetensors_file(
+      R"({"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)"
+      R"("b":{"dtype":"I8","shape":[],"data_offsets":[24,25]}})",
+      25);
+  std::mt19937 random(7);
+  int read = 0;
+  for (int i = 0; i < 6000; ++i) {
+    try {
+      if (i % 2 == 0) {
+        parse(mutated(file, random));
+      } else {
+        check_coverage(parse_manifest(mutated(manifest, random), "m"));
+      }
+      ++read;
+    } catch (const CheckpointError&) { // anything else is a bug
+    }
+  }
+  EXPECT_GT(read, 0);
+  EXPECT_LT(read, 6000);
+}
+
+} // namespace
+} // namespace fsdp::detail
