@@ -4,6 +4,7 @@
 
 #include <fsdp/checkpoint.h>
 #include <fsdp/distributed.h>
+#include <fsdp/error.h>
 
 #include <cmath>
 #include <fstream>
