@@ -63,14 +63,15 @@ FSDP_API void load(
 struct SaveHfOptions {
   /// Files get no larger, unless one tensor is.
   int64_t max_file_bytes = int64_t{5} << 30;
-  std::vector<NameRule> names = {}; // from ours to those in the files
+  std::vector<NameRule> names = {};         // from ours to those in the files
   std::optional<at::ScalarType> dtype = {}; // of floating-point tensors
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 };
 /// The tensors of `state` as a Hugging Face style folder: whole tensors in
 /// model-00001-of-0000n.safetensors with model.safetensors.index.json, or
 /// model.safetensors alone. Every rank writes its own part of them; values that are
-/// not tensors are left out. Collective over the world.
+/// not tensors are left out. A folder that is there is replaced, but only if it holds
+/// nothing else. Collective over the world.
 FSDP_API void save_hf(
     const StateDict& state, const std::filesystem::path& folder, const SaveHfOptions& options = {});
 

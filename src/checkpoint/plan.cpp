@@ -6,7 +6,6 @@
 #include <map>
 
 #include "base/check.h"
-#include "base/text.h"
 #include "checkpoint/crc32c.h"
 #include "checkpoint/json_text.h"
 #include "checkpoint/safetensors.h"

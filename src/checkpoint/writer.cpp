@@ -157,7 +157,7 @@ SaveJob begin_save(const StateDict& state, const Path& path, const SaveOptions& 
       prepare(publication);
     }
     mine = {"", publication.target.string(), publication.id, request.checksum(), request.places};
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {
     mine.error = current_exception_text();
   }
   try {

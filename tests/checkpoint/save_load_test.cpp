@@ -246,7 +246,8 @@ TEST(SaveHf, RoundTrip) {
   EXPECT_EQ(detail::open_catalog(folder + "/many").find_tensor("flags")->dtype, at::kBool);
   for (const auto* name : {"/one", "/many", "/one/model.safetensors"}) {
     run_ranks(2, [&](int) {
-      auto state = make_state(samples, world_mesh(), 4);
+      auto state = make_state(samples, world_mesh(), 0);
+      state.set("step", int64_t{4}); // there is no place for it in these files
       load(state, folder + name, {.strict = false, .names = names});
       expect_state(state, samples, 4);
     });
