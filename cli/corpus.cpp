@@ -8,6 +8,7 @@
 #include <array>
 #include <cerrno>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -150,6 +151,22 @@ Corpus::Corpus(const std::string& text, std::string name, int64_t num_files)
     auto& part = number % kHeldOutEvery == 0 ? held_out_ : train_;
     part.append(text, start, block);
   }
+}
+
+std::string Corpus::fingerprint() const {
+  uint64_t hash = 0;
+  for (const auto* text : {&train_, &held_out_}) {
+    hash = mixed(hash ^ text->size());
+    uint64_t word = 0;
+    for (size_t at = 0; at < text->size(); at += sizeof(word)) {
+      word = 0;
+      std::memcpy(&word, text->data() + at, std::min(sizeof(word), text->size() - at));
+      hash = mixed(hash ^ word);
+    }
+  }
+  char hex[17];
+  std::snprintf(hex, sizeof(hex), "%016llx", static_cast<unsigned long long>(hash));
+  return hex;
 }
 
 void Corpus::check_context(int64_t context) const {

@@ -39,6 +39,9 @@ class Corpus {
     return static_cast<int64_t>(held_out_.size());
   }
 
+  /// Differs for another text, on any machine.
+  std::string fingerprint() const;
+
   /// Throws ConfigError where there is too little text for rows of `context`.
   void check_context(int64_t context) const;
 

@@ -74,8 +74,8 @@ void Screen::replace(const std::string& text) {
   }
 }
 
-Progress::Progress(Screen& screen, int64_t steps, int64_t tokens_per_step)
-    : screen_(screen), steps_(steps), tokens_per_step_(tokens_per_step) {}
+Progress::Progress(Screen& screen, int64_t steps, int64_t tokens_per_step, int64_t before)
+    : screen_(screen), steps_(steps), tokens_per_step_(tokens_per_step), before_(before) {}
 
 double Progress::seconds() const {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
@@ -83,7 +83,7 @@ double Progress::seconds() const {
 
 std::string Progress::text(int64_t done, double loss, bool with_bar) const {
   const auto steps = std::to_string(steps_);
-  const auto per_step = seconds() / static_cast<double>(done);
+  const auto per_step = seconds() / static_cast<double>(done - before_);
   std::string bar;
   if (with_bar) {
     const auto full = static_cast<int>(kBarWidth * done / steps_);
@@ -101,7 +101,7 @@ void Progress::update(int64_t done, double loss) {
     return;
   }
   const auto every = std::max<int64_t>(1, steps_ / kPlainLines);
-  if (done == 1 || done % every == 0 || done == steps_) {
+  if (done == before_ + 1 || done % every == 0 || done == steps_) {
     screen_.line(text(done, loss, /*with_bar=*/false));
   }
 }

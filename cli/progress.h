@@ -30,12 +30,13 @@ class Screen {
   bool replacing_ = false; // the cursor is behind a line that goes
 };
 
-/// The progress of a run of `steps` updates.
+/// The progress of a run of `steps` updates, of which a resumed one has `before`
+/// behind it.
 class Progress {
  public:
-  Progress(Screen& screen, int64_t steps, int64_t tokens_per_step);
+  Progress(Screen& screen, int64_t steps, int64_t tokens_per_step, int64_t before = 0);
 
-  /// After each update; `done` counts from 1.
+  /// After each update; `done` counts from 1, those before too.
   void update(int64_t done, double loss);
 
   double seconds() const;
@@ -46,6 +47,7 @@ class Progress {
   Screen& screen_;
   const int64_t steps_;
   const int64_t tokens_per_step_;
+  const int64_t before_;
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 

@@ -1,9 +1,12 @@
 // `fsdp train`: trains a small language model over several ranks.
-#include <deque>
+#include <stdlib.h>
+
+#include <ctime>
 #include <memory>
-#include <numeric>
+#include <set>
 #include <string>
 
+#include <fsdp/checkpoint.h>
 #include <fsdp/distributed.h>
 #include <fsdp/launch.h>
 
@@ -11,6 +14,7 @@
 #include "cli/command.h"
 #include "cli/corpus.h"
 #include "cli/progress.h"
+#include "cli/run_checkpoint.h"
 #include "cli/trainer.h"
 
 namespace fsdp::cli {
@@ -19,14 +23,21 @@ namespace {
 
 constexpr int kDefaultRanks = 4;
 constexpr int64_t kSampleBytes = 240;
-constexpr size_t kLastSteps = 10; // whose mean is the final training loss
 
 struct TrainOptions {
-  TrainConfig config;
+  RunIdentity identity;
   std::optional<int> ranks;
-  std::string data; // empty: LibTorch's headers
   std::string reshard = "auto";
   bool quiet = false;
+  std::string run; // the folder; empty: one by date and time, if anything is saved
+  std::string resume;
+  int64_t save_every = 0; // 0: at the end alone
+  CheckpointSeriesOptions keep;
+  std::set<std::string> given; // by the command line
+
+  bool saves() const {
+    return !run.empty() || save_every > 0;
+  }
 };
 
 /// This process as one rank of those that a launcher started.
@@ -72,42 +83,96 @@ void announce(
                  config.batch * config.context, " tokens (bytes), seed ", config.seed));
 }
 
+/// runs/<date and time>, by the clock of rank 0. Collective.
+std::string new_run_folder() {
+  char text[16] = {};
+  const auto now = std::time(nullptr);
+  tm local{};
+  std::strftime(text, sizeof(text), "%Y%m%d-%H%M%S", localtime_r(&now, &local));
+  default_group().broadcast(torch::from_blob(text, {sizeof(text)}, torch::kByte), 0);
+  return std::string("runs/") + text;
+}
+
+/// The checkpoints of a run, where it makes any. Its calls are collective.
+class Saver {
+ public:
+  explicit Saver(const TrainOptions& options) : options_(options) {
+    if (options.saves()) {
+      run_ = options.run.empty() ? new_run_folder() : options.run;
+      series_.emplace(checkpoints_of(run_), options.keep);
+    }
+  }
+
+  /// After each update, beside the next ones.
+  void after_step(Trainer& trainer, const RunState& run) {
+    const auto every = options_.save_every;
+    if (every > 0 && run.step % every == 0 && run.step < options_.identity.config.steps) {
+      series_->async_save(run.step, make_run_state_dict(trainer, run, options_.identity));
+    }
+  }
+  /// When the last one is done: it lies there when this returns.
+  void at_end(Trainer& trainer, const RunState& run) {
+    if (series_) {
+      series_->save(run.step, make_run_state_dict(trainer, run, options_.identity));
+    }
+  }
+
+  void tell(Screen& screen) const {
+    if (series_) {
+      screen.labelled(
+          "saved", c10::str(
+                       series_->latest().value().string(), "; to train on: fsdp train --resume ",
+                       run_, " --steps ", 2 * options_.identity.config.steps));
+    }
+  }
+
+ private:
+  const TrainOptions& options_;
+  std::string run_;
+  std::optional<CheckpointSeries> series_;
+};
+
 /// The whole run, as one rank of it; rank 0 tells about it.
-void train_rank(const TrainOptions& options, const Corpus& corpus) {
-  const auto& config = options.config;
+void train_rank(
+    const TrainOptions& options, const Corpus& corpus, const std::optional<SavedRun>& saved) {
+  const auto& config = options.identity.config;
+  Saver saver(options);
   Trainer trainer(config, corpus);
+  RunState run;
+  if (saved) {
+    load_run(*saved, trainer, run);
+  }
   const bool tells = get_rank() == 0;
   const bool tells_all = tells && !options.quiet;
   Screen screen;
   if (tells_all) {
     announce(screen, config, corpus, trainer);
+    if (saved) {
+      screen.labelled(
+          "resumed", c10::str(
+                         saved->path.string(), ": ", plural(run.step, "step"), " done, by ",
+                         plural(saved->ranks, "rank")));
+    }
   }
-  Progress progress(screen, config.steps, config.batch * config.context);
-  double first_loss = 0;
-  std::deque<double> last_losses;
-  for (int64_t step = 0; step < config.steps; ++step) {
-    const auto loss = trainer.step(step);
-    first_loss = step == 0 ? loss : first_loss;
-    last_losses.push_back(loss);
-    if (last_losses.size() > kLastSteps) {
-      last_losses.pop_front();
-    }
+  Progress progress(screen, config.steps, config.batch * config.context, run.step);
+  while (run.step < config.steps) {
+    const auto loss = trainer.step(run.step);
+    run.add(loss);
     if (tells_all) {
-      progress.update(step + 1, loss);
+      progress.update(run.step, loss);
     }
+    saver.after_step(trainer, run);
   }
   const auto seconds = progress.seconds();
+  saver.at_end(trainer, run);
   const auto validation_loss = trainer.validation_loss();
   if (tells) {
-    const auto mean = std::accumulate(last_losses.begin(), last_losses.end(), 0.0) /
-                      static_cast<double>(last_losses.size());
     screen.labelled(
         "result", c10::str(
-                      "loss ", fixed(first_loss, 4), " -> ", fixed(mean, 4), " (last ",
-                      plural(static_cast<int64_t>(last_losses.size()), "step"),
-                      "), validation loss ", fixed(validation_loss, 4),
-                      " (byte frequencies alone: ", fixed(corpus.byte_frequency_loss(), 4), "), ",
-                      fixed(seconds, 1), " s"));
+                      "loss ", fixed(run.first_loss, 4), " -> ", fixed(run.mean_of_last(), 4),
+                      " (last ", plural(run.num_last(), "step"), "), validation loss ",
+                      fixed(validation_loss, 4), " (byte frequencies alone: ",
+                      fixed(corpus.byte_frequency_loss(), 4), "), ", fixed(seconds, 1), " s"));
   }
   if (!options.quiet) { // generating is collective
     const auto prompt = corpus.prompt();
@@ -117,10 +182,48 @@ void train_rank(const TrainOptions& options, const Corpus& corpus) {
       screen.line(printable(text));
     }
   }
+  if (tells_all) {
+    saver.tell(screen);
+  }
+}
+
+/// Throws ConfigError that names the option and the way out.
+void check_saving(const TrainOptions& options) {
+  check_config(
+      options.save_every >= 0, "--save-every ", options.save_every, ": it must be 0 or more");
+  check_config(options.keep.keep >= 1, "--keep ", options.keep.keep, ": it must be 1 or more");
+  check_config(
+      options.keep.keep_every >= 0, "--keep-every ", options.keep.keep_every,
+      ": it must be 0 or more");
+  const bool goes_on = options.run == options.resume; // also when there is neither
+  check_config(
+      goes_on || options.run.empty() ||
+          CheckpointSeries(checkpoints_of(options.run)).list().empty(),
+      "--run ", options.run, " has checkpoints of an earlier run; go on with it by --resume ",
+      options.run, ", or take another folder");
+}
+
+/// As the same file is called from any folder; as it is where there is none.
+std::string absolute_path(const std::string& path) {
+  const std::unique_ptr<char, decltype(&std::free)> real(
+      realpath(path.c_str(), nullptr), &std::free);
+  return real ? real.get() : path;
 }
 
 int train(TrainOptions options) {
-  auto& config = options.config;
+  auto& identity = options.identity;
+  auto& config = identity.config;
+  check_saving(options);
+  std::optional<SavedRun> saved;
+  if (!options.resume.empty()) {
+    saved = find_saved_run(options.resume);
+    adopt_options(identity, *saved, options.given);
+    if (saved->is_latest && options.run.empty()) {
+      options.run = options.resume;
+    }
+  }
+  const int ranks_alone =
+      options.ranks.value_or(saved ? static_cast<int>(saved->ranks) : kDefaultRanks);
   config.model.kv_heads = config.model.heads % 2 == 0 ? config.model.heads / 2 : config.model.heads;
   config.model.hidden = default_hidden(config.model.dim);
   if (options.reshard != "auto") {
@@ -128,10 +231,17 @@ int train(TrainOptions options) {
   }
   const bool launched = is_launched();
   // The launcher's number of ranks is known only after all have met.
-  check(config, launched ? 1 : options.ranks.value_or(kDefaultRanks));
+  check(config, launched ? 1 : ranks_alone);
   const auto corpus =
-      options.data.empty() ? Corpus::libtorch_headers() : Corpus::read(options.data);
+      identity.data.empty() ? Corpus::libtorch_headers() : Corpus::read(identity.data);
   corpus.check_context(config.context);
+  if (options.saves() || saved) {
+    identity.data = identity.data.empty() ? "" : absolute_path(identity.data);
+    identity.fingerprint = corpus.fingerprint();
+  }
+  if (saved) {
+    check_text(identity, *saved);
+  }
   if (launched) {
     const Joined joined;
     const int ranks = get_world_size();
@@ -140,9 +250,9 @@ int train(TrainOptions options) {
         ": the launcher started ", ranks,
         "; leave --ranks out, or start fsdp train without a launcher");
     check(config, ranks);
-    train_rank(options, corpus);
+    train_rank(options, corpus, saved);
   } else {
-    run_ranks(options.ranks.value_or(kDefaultRanks), [&](int) { train_rank(options, corpus); });
+    run_ranks(ranks_alone, [&](int) { train_rank(options, corpus, saved); });
   }
   return 0;
 }
@@ -154,7 +264,7 @@ void add_train(CLI::App& app, Action& action) {
   // Given twice, the last one holds: scripts add to what they were given.
   command->option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   auto options = std::make_shared<TrainOptions>();
-  auto& config = options->config;
+  auto& config = options->identity.config;
   const auto add = [&](const char* name, auto& value, const char* help) {
     return command->add_option(name, value, help)->capture_default_str();
   };
@@ -169,12 +279,34 @@ void add_train(CLI::App& app, Action& action) {
   add("--layers", config.model.layers, "Blocks");
   add("--heads", config.model.heads, "Attention heads; half as many for keys and values");
   add("--lr", config.lr, "Highest learning rate");
-  command->add_option("--data", options->data, "File or folder of text [LibTorch's C++ headers]");
+  command->add_option(
+      "--data", options->identity.data, "File or folder of text [LibTorch's C++ headers]");
   add("--reshard-after-forward", options->reshard,
       "Free the parameters after forward, and gather them again for backward")
       ->check(CLI::IsMember({"auto", "true", "false"}));
   command->add_flag("--quiet", options->quiet, "Print the result only");
-  command->callback([options, &action] { action = [options] { return train(*options); }; });
+  const auto add_saving = [&](const char* name, auto& value, const char* help) {
+    return command->add_option(name, value, help)->group("Checkpoints");
+  };
+  add_saving(
+      "--run", options->run,
+      "Save below this folder, at the end at least [runs/<date and time>, with --save-every]");
+  add_saving("--save-every", options->save_every, "Save each time after so many updates");
+  add_saving("--keep", options->keep.keep, "Checkpoints that stay: the newest so many")
+      ->capture_default_str();
+  add_saving("--keep-every", options->keep.keep_every, "And those of multiples of this step");
+  add_saving(
+      "--resume", options->resume,
+      "Go on with the newest checkpoint of a run's folder, or from a given one, also with other "
+      "--ranks; options that are not given are as they were");
+  command->callback([command, options, &action] {
+    for (const auto* option : command->get_options()) {
+      if (option->count() > 0) {
+        options->given.insert(option->get_single_name());
+      }
+    }
+    action = [options] { return train(*options); };
+  });
 }
 
 } // namespace fsdp::cli

@@ -142,6 +142,19 @@ std::string Trainer::generate(const std::string& prompt, int64_t count) {
   return {tokens.begin(), tokens.end()};
 }
 
+StateDict Trainer::state_dict() {
+  StateDict state;
+  state.insert_all(get_model_state_dict(model_), "model.");
+  state.insert_all(get_optimizer_state_dict(model_, *optimizer_), "optim.");
+  return state;
+}
+
+void Trainer::set_state_dict(const StateDict& state) {
+  // The model's tensors are the live ones, filled already. An optimizer that has
+  // not stepped has none yet.
+  set_optimizer_state_dict(model_, *optimizer_, state.below("optim."));
+}
+
 int64_t Trainer::shard_bytes() const {
   int64_t bytes = 0;
   for (const auto& param : model_->parameters()) {

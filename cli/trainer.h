@@ -2,6 +2,7 @@
 
 #include <fsdp/optim.h>
 #include <fsdp/policy.h>
+#include <fsdp/state_dict.h>
 #include <torch/torch.h>
 
 #include <cstdint>
@@ -49,6 +50,11 @@ class Trainer {
   double validation_loss();
   /// On rank 0: `prompt` and `count` bytes that the model drew to follow it.
   std::string generate(const std::string& prompt, int64_t count);
+
+  /// Model and optimizer: "model.*" and "optim.*". Tensors that exist are the live ones.
+  StateDict state_dict();
+  /// Takes what `state_dict` gave, and load has filled.
+  void set_state_dict(const StateDict& state);
 
   int64_t num_params() const {
     return num_params_;

@@ -1,60 +1,11 @@
 // `fsdp train`, from outside.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <fstream>
-#include <sstream>
-
-#include "cli/tool.h"
+#include "cli/tiny_run.h"
 #include "support/tensors.h"
 
 namespace fsdp::test {
 namespace {
-
-/// A text that a tiny model learns in a few steps.
-std::string text_file() {
-  const auto path = temporary_folder() + "/text.cpp";
-  std::ofstream file(path);
-  for (int i = 0; i < 2000; ++i) {
-    file << "for (int i = 0; i < " << i << "; ++i) total += row[i];\n";
-  }
-  return path;
-}
-
-std::vector<std::string> tiny(const std::string& data, std::vector<std::string> more = {}) {
-  std::vector<std::string> words{"train",    "--data",    data,   "--dim",   "32",
-                                 "--layers", "2",         "--lr", "1e-2",    "--batch",
-                                 "8",        "--context", "32",   "--steps", "30"};
-  words.insert(words.end(), more.begin(), more.end());
-  return words;
-}
-
-std::string joined(const std::vector<std::string>& words) {
-  std::string text;
-  for (const auto& word : words) {
-    text += " " + word;
-  }
-  return text;
-}
-
-/// The losses of the steps that were printed.
-std::vector<double> losses_in(const std::string& output) {
-  std::vector<double> losses;
-  std::istringstream lines(output);
-  for (std::string line; std::getline(lines, line);) {
-    const auto at = line.find("  loss ");
-    if (line.find("step ") != std::string::npos && at != std::string::npos) {
-      losses.push_back(std::strtod(line.c_str() + at + 7, nullptr));
-    }
-  }
-  return losses;
-}
-
-/// From "loss " on: without seconds.
-std::string result_in(const std::string& output) {
-  const auto start = output.find("result");
-  return output.substr(start, output.find("),", output.find("validation")) - start);
-}
 
 TEST(Train, LearnsOverFourRanks) {
   const auto ended = run(tiny(text_file()));
@@ -88,17 +39,6 @@ TEST(Train, SameSeedSameLosses) {
   EXPECT_EQ(result_in(first.output), result_in(second.output));
   const auto other = run(tiny(data, {"--seed", "2"}));
   EXPECT_NE(losses_in(first.output), losses_in(other.output));
-}
-
-/// Printed losses have four digits, so 1e-4 may show as two.
-void expect_equal_losses(const std::string& output, const std::string& other) {
-  const auto losses = losses_in(output);
-  const auto others = losses_in(other);
-  ASSERT_FALSE(losses.empty()) << output;
-  ASSERT_EQ(losses.size(), others.size()) << other;
-  for (size_t i = 0; i < losses.size(); ++i) {
-    EXPECT_NEAR(losses[i], others[i], 2e-4) << "step " << i + 1;
-  }
 }
 
 TEST(Train, OneRankAndFourGiveTheSameLosses) {

@@ -1,0 +1,73 @@
+#pragma once
+
+// A run of `fsdp train` that takes a second, and what it printed.
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "cli/tool.h"
+
+namespace fsdp::test {
+
+/// A text that a tiny model learns in a few steps.
+inline std::string text_file() {
+  const auto path = temporary_folder() + "/text.cpp";
+  std::ofstream file(path);
+  for (int i = 0; i < 2000; ++i) {
+    file << "for (int i = 0; i < " << i << "; ++i) total += row[i];\n";
+  }
+  return path;
+}
+
+inline std::vector<std::string> tiny(const std::string& data, std::vector<std::string> more = {}) {
+  std::vector<std::string> words{"train",    "--data",    data,   "--dim",   "32",
+                                 "--layers", "2",         "--lr", "1e-2",    "--batch",
+                                 "8",        "--context", "32",   "--steps", "30"};
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
+}
+
+inline std::string joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const auto& word : words) {
+    text += " " + word;
+  }
+  return text;
+}
+
+/// The losses of the steps that were printed.
+inline std::vector<double> losses_in(const std::string& output) {
+  std::vector<double> losses;
+  std::istringstream lines(output);
+  for (std::string line; std::getline(lines, line);) {
+    const auto at = line.find("  loss ");
+    if (line.find("step ") != std::string::npos && at != std::string::npos) {
+      losses.push_back(std::strtod(line.c_str() + at + 7, nullptr));
+    }
+  }
+  return losses;
+}
+
+/// From "loss " on: without seconds.
+inline std::string result_in(const std::string& output) {
+  const auto start = output.find("result");
+  return output.substr(start, output.find("),", output.find("validation")) - start);
+}
+
+/// Printed losses have four digits, so 1e-4 may show as two.
+inline void expect_equal_losses(const std::string& output, const std::string& other) {
+  const auto losses = losses_in(output);
+  const auto others = losses_in(other);
+  ASSERT_FALSE(losses.empty()) << output;
+  ASSERT_EQ(losses.size(), others.size()) << other;
+  for (size_t i = 0; i < losses.size(); ++i) {
+    EXPECT_NEAR(losses[i], others[i], 2e-4) << "step " << i + 1;
+  }
+}
+
+} // namespace fsdp::test

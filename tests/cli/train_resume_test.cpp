@@ -1,0 +1,237 @@
+// `fsdp train` saves, and goes on where it was.
+#include <fsdp/checkpoint.h>
+#include <fsdp/distributed.h>
+#include <fsdp/error.h>
+
+#include "cli/run_checkpoint.h"
+#include "cli/tiny_run.h"
+#include "support/tensors.h"
+
+namespace fsdp::test {
+namespace {
+
+std::vector<std::string> short_run(const std::string& data, std::vector<std::string> more) {
+  more.insert(more.begin(), {"--steps", "20", "--ranks", "2"});
+  return tiny(data, more);
+}
+
+std::string file_text(const std::string& path) {
+  std::ostringstream text;
+  text << std::ifstream(path, std::ios::binary).rdbuf();
+  EXPECT_FALSE(text.str().empty()) << path;
+  return text.str();
+}
+
+/// Names in a folder.
+std::string listing(const std::string& folder) {
+  return run_script("ls -x -w 1000 " + folder + " | tr -s ' '").output;
+}
+
+std::string step_folder(const std::string& run, const std::string& step) {
+  return run + "/checkpoints/step_" + std::string(8 - step.size(), '0') + step;
+}
+
+/// The tensors of all ranks, among them the last losses, and the values.
+std::vector<std::string> contents(const std::string& checkpoint, int ranks) {
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < ranks; ++rank) {
+    texts.push_back(file_text(checkpoint + "/rank_0000" + std::to_string(rank) + ".safetensors"));
+  }
+  const auto manifest = file_text(checkpoint + "/manifest.json"); // ids and times differ
+  const auto values = manifest.find("\"values\"");
+  EXPECT_NE(values, std::string::npos);
+  texts.push_back(manifest.substr(std::min(values, manifest.size())));
+  return texts;
+}
+
+TEST(TrainResume, RepeatsTheUninterruptedRunBitForBit) {
+  const auto folder = temporary_folder();
+  const auto whole = run(short_run(text_file(), {"--run", folder + "/a", "--save-every", "10"}));
+  ASSERT_EQ(whole.exit_code, 0) << whole.output;
+  EXPECT_TRUE(contains(whole.output, "saved     " + step_folder(folder + "/a", "20")));
+  const auto rest =
+      run({"train", "--resume", step_folder(folder + "/a", "10"), "--run", folder + "/b"});
+  ASSERT_EQ(rest.exit_code, 0) << rest.output;
+  EXPECT_TRUE(contains(rest.output, ": 10 steps done, by 2 ranks\n"));
+  const auto losses = losses_in(whole.output);
+  ASSERT_EQ(losses.size(), 20u);
+  EXPECT_EQ(losses_in(rest.output), std::vector<double>(losses.begin() + 10, losses.end()));
+  EXPECT_EQ(result_in(rest.output), result_in(whole.output));
+  EXPECT_TRUE(
+      contents(step_folder(folder + "/a", "20"), 2) ==
+      contents(step_folder(folder + "/b", "20"), 2));
+}
+
+TEST(TrainResume, AtOtherNumbersOfRanks) {
+  const auto folder = temporary_folder();
+  const auto whole = run(short_run(text_file(), {"--run", folder + "/a", "--save-every", "10"}));
+  const auto losses = losses_in(whole.output);
+  ASSERT_EQ(losses.size(), 20u) << whole.output;
+  for (const std::string ranks : {"1", "4"}) {
+    const auto rest =
+        run({"train", "--resume", step_folder(folder + "/a", "10"), "--ranks", ranks});
+    const auto others = losses_in(rest.output);
+    ASSERT_EQ(others.size(), 10u) << rest.output;
+    for (size_t i = 0; i < others.size(); ++i) {
+      EXPECT_NEAR(others[i], losses[10 + i], 2e-4) << ranks << " ranks, step " << i + 11;
+    }
+  }
+}
+
+TEST(TrainResume, AfterKill9) {
+  const auto folder = temporary_folder();
+  const auto data = text_file();
+  const auto words = joined(tiny(data, {"--steps", "60", "--ranks", "2"}));
+  const auto whole = run_script(kTool + words);
+  ASSERT_EQ(whole.exit_code, 0) << whole.output;
+  for (const std::string step : {"3", "11"}) {
+    const auto run_folder = folder + "/" + step;
+    const auto killed = run_script(
+        kTool + words + " --save-every 1 --run " + run_folder + " > /dev/null & " +
+        "for i in {1..1500}; do [ -e " + step_folder(run_folder, step) +
+        " ] && break; sleep 0.02; done; kill -9 $!; wait $!");
+    EXPECT_EQ(killed.exit_code, 137) << killed.output;
+    const auto rest = run({"train", "--resume", run_folder});
+    EXPECT_EQ(rest.exit_code, 0) << rest.output;
+    EXPECT_EQ(result_in(rest.output), result_in(whole.output)) << rest.output;
+  }
+}
+
+TEST(TrainResume, AFinishedRunShowsItsResultAgainAndMayGoOn) {
+  const auto run_folder = temporary_folder() + "/run";
+  const auto whole = run(short_run(text_file(), {"--run", run_folder, "--quiet"}));
+  EXPECT_EQ(listing(run_folder + "/checkpoints"), "latest step_00000020\n");
+  const auto again = run({"train", "--resume", run_folder, "--quiet"});
+  EXPECT_EQ(result_in(again.output), result_in(whole.output));
+  const auto longer = run({"train", "--resume", run_folder, "--steps", "24"});
+  EXPECT_EQ(losses_in(longer.output).size(), 4u) << longer.output;
+  EXPECT_EQ(listing(run_folder + "/checkpoints"), "latest step_00000020 step_00000024\n");
+}
+
+TEST(TrainResume, KeepsTheNewestAndEveryMth) {
+  const auto run_folder = temporary_folder() + "/run";
+  const auto ended = run(short_run(
+      text_file(),
+      {"--run", run_folder, "--save-every", "3", "--keep", "2", "--keep-every", "6", "--quiet"}));
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_EQ(
+      listing(run_folder + "/checkpoints"),
+      "latest step_00000006 step_00000012 step_00000018 step_00000020\n");
+}
+
+TEST(TrainResume, UnderALauncherARunHasOneFolderWithItsDate) {
+  const auto folder = temporary_folder();
+  const auto words = joined(tiny(text_file(), {"--steps", "6"}));
+  const auto in_folder = "cd " + folder + "; " + kTool;
+  EXPECT_EQ(run_script(in_folder + words + " --quiet").exit_code, 0);
+  EXPECT_EQ(listing(folder), ""); // nobody asked for it
+  const auto saved = run_script(in_folder + " run -n 2 -- " + kTool + words + " --save-every 4");
+  EXPECT_EQ(saved.exit_code, 0) << saved.output;
+  EXPECT_EQ(listing(folder + "/runs/*/checkpoints"), "latest step_00000004 step_00000006\n");
+  const auto rest = run_script(
+      in_folder + " run -n 2 -- " + kTool + " train --resume runs/*/checkpoints/step_00000004");
+  EXPECT_EQ(rest.exit_code, 0) << rest.output;
+  EXPECT_EQ(result_in(rest.output), result_in(saved.output));
+}
+
+TEST(TrainResume, RefusesACheckpointOfAnotherRun) {
+  const auto folder = temporary_folder();
+  const auto run_folder = folder + "/run";
+  ASSERT_EQ(run(short_run(text_file(), {"--run", run_folder, "--quiet"})).exit_code, 0);
+  const auto refused = [&](std::vector<std::string> words, const std::string& part) {
+    words.insert(words.begin(), "train");
+    const auto ended = run(words);
+    EXPECT_EQ(ended.exit_code, 2) << ended.output;
+    EXPECT_TRUE(contains(ended.output, part));
+  };
+  const auto refused_with = [&](const std::string& option, const std::string& value,
+                                const std::string& part) {
+    refused({"--resume", run_folder, option, value}, part);
+  };
+  refused_with("--dim", "64", "--dim 64: " + step_folder(run_folder, "20") + " is of a run with ");
+  refused_with("--layers", "3", "with --layers 2; leave it out to go on with that one");
+  refused_with("--heads", "2", "with --heads 4");
+  refused_with("--batch", "4", "with --batch 8");
+  refused_with("--context", "16", "with --context 32");
+  refused_with("--seed", "2", "with --seed 1");
+  refused_with("--steps", "19", "--steps 19: ");
+  refused_with("--ranks", "3", "--batch 8 rows cannot be shared evenly by 3 ranks");
+  const auto other = folder + "/other.txt";
+  std::ofstream(other) << std::string(5000, 'x');
+  refused_with("--data", other, "--data: the text of " + other + " is not the one that ");
+  refused({"--run", run_folder}, "has checkpoints of an earlier run; go on with it by --resume ");
+  refused({"--resume", folder}, "--resume: there is no complete checkpoint in ");
+  refused({"--keep", "0"}, "--keep 0: it must be 1 or more");
+  refused({"--keep-every", "-1"}, "--keep-every -1: it must be 0 or more");
+  refused({"--save-every", "-1"}, "--save-every -1: it must be 0 or more");
+}
+
+TEST(TrainResume, SaysWhereItCannotSave) {
+  const auto folder = temporary_folder();
+  std::ofstream(folder + "/file") << "in the way";
+  const auto ended = run(short_run(text_file(), {"--run", folder + "/file", "--quiet"}));
+  EXPECT_EQ(ended.exit_code, 4) << ended.output;
+  EXPECT_TRUE(contains(ended.output, folder + "/file"));
+}
+
+// ------------------------------------------------------------ In this process
+
+/// All digits of the losses, which the tool does not print.
+std::vector<double> train_on(
+    cli::Trainer& trainer, cli::RunState& run, const cli::RunIdentity& identity, int64_t until) {
+  std::vector<double> losses;
+  while (run.step < until) {
+    losses.push_back(trainer.step(run.step));
+    run.add(losses.back());
+  }
+  if (until == identity.config.steps) {
+    losses.push_back(trainer.validation_loss());
+  }
+  return losses;
+}
+
+TEST(TrainResume, LossesAreTheSameToTheLastBit) {
+  const auto path = temporary_folder() + "/checkpoint";
+  const auto corpus = cli::Corpus::read(text_file());
+  cli::RunIdentity identity;
+  identity.config.model = {.dim = 16, .layers = 2, .heads = 4, .kv_heads = 2, .hidden = 32};
+  identity.config.context = 16;
+  identity.config.batch = 8;
+  identity.config.steps = 12;
+  identity.fingerprint = corpus.fingerprint();
+  std::vector<double> whole;
+  run_ranks(2, [&](int rank) {
+    cli::Trainer trainer(identity.config, corpus);
+    cli::RunState run;
+    auto losses = train_on(trainer, run, identity, 6);
+    save(cli::make_run_state_dict(trainer, run, identity), path);
+    const auto rest = train_on(trainer, run, identity, 12);
+    losses.insert(losses.end(), rest.begin(), rest.end());
+    if (rank == 0) {
+      whole = losses;
+    }
+  });
+  ASSERT_EQ(whole.size(), 13u);
+  const auto saved = cli::find_saved_run(path);
+  EXPECT_EQ(saved.step, 6);
+  EXPECT_EQ(saved.ranks, 2);
+  EXPECT_FALSE(saved.is_latest);
+  for (const int ranks : {1, 2, 4}) {
+    run_ranks(ranks, [&](int rank) {
+      cli::Trainer trainer(identity.config, corpus);
+      cli::RunState run;
+      cli::load_run(saved, trainer, run);
+      const auto rest = train_on(trainer, run, identity, 12);
+      for (size_t i = 0; rank == 0 && i < rest.size(); ++i) {
+        if (ranks == 2) {
+          EXPECT_EQ(rest[i], whole[6 + i]) << "step " << i + 7;
+        } else {
+          EXPECT_NEAR(rest[i], whole[6 + i], 1e-4) << ranks << " ranks, step " << i + 7;
+        }
+      }
+    });
+  }
+}
+
+} // namespace
+} // namespace fsdp::test
