@@ -6,6 +6,7 @@
 #include <fsdp/activation_checkpointing.h>
 #include <fsdp/call.h>
 #include <fsdp/checkpoint.h>
+#include <fsdp/checkpoint_tools.h>
 #include <fsdp/clip_grad_norm.h>
 #include <fsdp/comm.h>
 #include <fsdp/debug.h>

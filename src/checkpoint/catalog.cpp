@@ -198,18 +198,22 @@ void Catalog::index() {
   }
 }
 
+void check_coverage(const Catalog& catalog, const StoredTensor& tensor) {
+  std::vector<Box> boxes;
+  std::string files;
+  for (const auto& piece : tensor.pieces) {
+    boxes.push_back(piece.box);
+    files += (files.empty() ? "" : ", ") + piece.file;
+  }
+  FSDP_CHECK_AS(
+      CheckpointError, tile(boxes, tensor.sizes), catalog.folder.string(), ", tensor '",
+      tensor.name, "': its pieces (in ", files.empty() ? "no file" : files,
+      ") overlap, or do not make the whole: a file is missing or is from another checkpoint");
+}
+
 void check_coverage(const Catalog& catalog) {
   for (const auto& tensor : catalog.tensors) {
-    std::vector<Box> boxes;
-    std::string files;
-    for (const auto& piece : tensor.pieces) {
-      boxes.push_back(piece.box);
-      files += (files.empty() ? "" : ", ") + piece.file;
-    }
-    FSDP_CHECK_AS(
-        CheckpointError, tile(boxes, tensor.sizes), catalog.folder.string(), ", tensor '",
-        tensor.name, "': its pieces (in ", files.empty() ? "no file" : files,
-        ") overlap, or do not make the whole: a file is missing or is from another checkpoint");
+    check_coverage(catalog, tensor);
   }
 }
 

@@ -62,5 +62,6 @@ Catalog open_catalog(const Path& path);
 
 /// Throws CheckpointError unless each tensor's pieces are all of it, once.
 void check_coverage(const Catalog& catalog);
+void check_coverage(const Catalog& catalog, const StoredTensor& tensor);
 
 } // namespace fsdp::detail

@@ -19,7 +19,7 @@ constexpr int64_t kMaxHeaderBytes = 100'000'000; // as the reference implementat
 constexpr int64_t kAlignment = 8;
 constexpr const char* kMetadata = "__metadata__";
 
-constexpr std::array<std::pair<const char*, at::ScalarType>, 17> kDtypes{{
+constexpr std::array<std::pair<const char*, at::ScalarType>, 19> kDtypes{{
     {"F64", at::ScalarType::Double},
     {"F32", at::ScalarType::Float},
     {"F16", at::ScalarType::Half},
@@ -32,6 +32,8 @@ constexpr std::array<std::pair<const char*, at::ScalarType>, 17> kDtypes{{
     {"BOOL", at::ScalarType::Bool},
     {"F8_E4M3", at::ScalarType::Float8_e4m3fn},
     {"F8_E5M2", at::ScalarType::Float8_e5m2},
+    {"F8_E4M3FNUZ", at::ScalarType::Float8_e4m3fnuz},
+    {"F8_E5M2FNUZ", at::ScalarType::Float8_e5m2fnuz},
     {"F8_E8M0", at::ScalarType::Float8_e8m0fnu},
     {"U16", at::ScalarType::UInt16},
     {"U32", at::ScalarType::UInt32},

@@ -1,15 +1,13 @@
 #include <ATen/ATen.h>
 
-#include <cstdio>
 #include <map>
 
 #include <fsdp/checkpoint.h>
 
 #include "base/check.h"
-#include "checkpoint/json_text.h"
+#include "checkpoint/hf_layout.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/name_rules.h"
-#include "checkpoint/safetensors.h"
 #include "checkpoint/writer.h"
 
 namespace fsdp {
@@ -18,69 +16,8 @@ namespace {
 
 using detail::Path;
 
-/// One of the files, as all ranks compute it.
-struct HfFile {
-  std::string name;
-  detail::SafetensorsHeader header;
-  std::string start; // what comes before the tensors
-};
-
-/// Where a tensor lies.
-struct HfPlace {
-  size_t file = 0;
-  size_t entry = 0;
-};
-
-struct HfLayout {
-  std::vector<HfFile> files;
-  std::map<std::string, HfPlace> places;    // by our names
-  std::map<std::string, std::string> names; // ours to those in the files
-  int64_t total_bytes = 0;
-};
-
-HfLayout make_layout(
-    const detail::Catalog& catalog, const detail::NameRules& rename, const SaveHfOptions& options) {
-  HfLayout layout;
-  std::map<std::string, std::string> ours; // by the names in the files
-  int64_t file_bytes = 0;
-  for (const auto& tensor : catalog.tensors) {
-    detail::SafetensorsEntry entry{rename(tensor.name), tensor.dtype, tensor.sizes};
-    if (options.dtype && at::isFloatingType(tensor.dtype)) {
-      entry.dtype = *options.dtype;
-    }
-    const auto [other, is_new] = ours.emplace(entry.name, tensor.name);
-    FSDP_CHECK_AS(
-        CheckpointError, is_new, "[save_hf] '", other->second, "' and '", tensor.name,
-        "' would both be '", entry.name, "' in the files");
-    if (layout.files.empty() ||
-        (file_bytes > 0 && entry.bytes() > options.max_file_bytes - file_bytes)) {
-      layout.files.emplace_back();
-      file_bytes = 0;
-    }
-    file_bytes += entry.bytes();
-    layout.total_bytes += entry.bytes();
-    layout.names[tensor.name] = entry.name;
-    layout.files.back().header.entries.push_back(std::move(entry));
-  }
-  for (size_t i = 0; i < layout.files.size(); ++i) {
-    auto& file = layout.files[i];
-    char name[64] = "model.safetensors";
-    if (layout.files.size() > 1) {
-      std::snprintf(
-          name, sizeof(name), "model-%05zu-of-%05zu.safetensors", i + 1, layout.files.size());
-    }
-    file.name = name;
-    file.header.metadata = {{"format", "pt"}};
-    file.start = detail::layout_safetensors(file.header, file.name);
-    for (size_t j = 0; j < file.header.entries.size(); ++j) {
-      layout.places[ours.at(file.header.entries[j].name)] = {i, j};
-    }
-  }
-  return layout;
-}
-
 /// Headers, and the files' full sizes. The ranks write in any order.
-void write_headers(const HfLayout& layout, const Path& folder) {
+void write_headers(const detail::HfLayout& layout, const Path& folder) {
   for (const auto& item : layout.files) {
     const auto file = detail::File::create(folder / item.name);
     const auto& entries = item.header.entries;
@@ -92,7 +29,7 @@ void write_headers(const HfLayout& layout, const Path& folder) {
 
 /// This rank's parts, each at its place in the whole tensors.
 void write_parts(
-    const HfLayout& layout, const std::vector<detail::Part>& parts, const Path& folder) {
+    const detail::HfLayout& layout, const std::vector<detail::Part>& parts, const Path& folder) {
   std::map<size_t, detail::File> files;
   for (const auto& part : parts) {
     const auto place = layout.places.at(part.name);
@@ -134,20 +71,6 @@ std::string parts_text(const detail::SavePlan& plan) {
   return detail::manifest_text(catalog, "[save_hf]");
 }
 
-void write_index(const HfLayout& layout, const Path& folder) {
-  if (layout.files.size() == 1) {
-    return;
-  }
-  const auto file = folder / "model.safetensors.index.json";
-  auto map = nlohmann::json::object();
-  for (const auto& [ours, place] : layout.places) {
-    map[layout.names.at(ours)] = layout.files[place.file].name;
-  }
-  const nlohmann::json index{
-      {"metadata", {{"total_size", layout.total_bytes}}}, {"weight_map", std::move(map)}};
-  detail::write_text(file, detail::json_text(index, file.string()));
-}
-
 } // namespace
 
 void save_hf(
@@ -165,11 +88,12 @@ void save_hf(
   }
   const auto job = detail::begin_save(tensors, folder, {.timeout = options.timeout});
   const auto data = job.publication.data();
-  HfLayout layout;
+  detail::HfLayout layout;
   detail::publish(
       job.publication, {.write =
                             [&] {
-                              layout = make_layout(job.plan.catalog, rename, options);
+                              layout = detail::make_hf_layout(
+                                  job.plan.catalog, rename, options.max_file_bytes, options.dtype);
                               if (job.publication.rank == 0) {
                                 write_headers(layout, data);
                               }
@@ -179,7 +103,7 @@ void save_hf(
                         .finish =
                             [&](const std::vector<std::string>& texts) {
                               detail::merge_catalogs(job.plan, texts, job.publication.target);
-                              write_index(layout, data);
+                              detail::write_hf_index(layout, data);
                             }});
 }
 

@@ -49,34 +49,16 @@ void check_greetings(const std::vector<Greeting>& all) {
   }
 }
 
-/// Writes a part at `offset`, with a checksum of each block while it is in the cache.
-std::vector<uint32_t> write_blocks(const File& file, int64_t offset, const at::Tensor& data) {
-  const auto host = host_bytes(data);
-  const auto* bytes = static_cast<const char*>(host.const_data_ptr());
-  const auto size = static_cast<int64_t>(host.nbytes());
-  std::vector<uint32_t> crcs;
-  for (int64_t done = 0; done < size; done += kBlockBytes) {
-    const auto block = std::min(kBlockBytes, size - done);
-    crcs.push_back(crc32c(bytes + done, static_cast<size_t>(block)));
-    file.write(offset + done, bytes + done, block);
-  }
-  return crcs;
-}
-
-/// One safetensors file, whose header tells torch's distributed checkpoint too
-/// where in the whole tensors its parts lie.
+/// One safetensors file.
 void write_file(
     const Path& path, const std::map<std::string, const Part*>& parts, Catalog& written) {
-  SafetensorsHeader header;
-  auto info = json::object();
+  std::vector<SafetensorsEntry> entries;
+  std::map<std::string, std::vector<int64_t>> offsets;
   for (const auto& [name, part] : parts) {
-    header.entries.push_back({name, part->data.scalar_type(), part->box.sizes});
-    info[name] = {{"saved_offsets", part->box.offsets}};
+    entries.push_back({name, part->data.scalar_type(), part->box.sizes});
+    offsets[name] = part->box.offsets;
   }
-  header.metadata = {
-      {"DCP_SHARDING_INFO", json_text(info, path.string())},
-      {"DCP_VERSION", "1.0"},
-      {"format", "pt"}};
+  auto header = shard_header(std::move(entries), offsets, path.string());
   const auto start = layout_safetensors(header, path.string());
   const auto file = File::create(path);
   file.write(0, start.data(), static_cast<int64_t>(start.size()));
@@ -128,15 +110,36 @@ std::string rank_text(const SaveJob& job, Catalog written) {
   return manifest_text(catalog, rank_name(job.publication.rank) + ".json");
 }
 
-int64_t nanoseconds_since_1970() {
-  using namespace std::chrono;
-  return duration_cast<nanoseconds>(system_clock::now().time_since_epoch()).count();
-}
-
 } // namespace
 
 at::Tensor host_bytes(const at::Tensor& data) {
   return data.detach().cpu().resolve_conj().resolve_neg().contiguous();
+}
+
+std::vector<uint32_t> write_blocks(const File& file, int64_t offset, const at::Tensor& data) {
+  const auto host = host_bytes(data);
+  const auto* bytes = static_cast<const char*>(host.const_data_ptr());
+  const auto size = static_cast<int64_t>(host.nbytes());
+  std::vector<uint32_t> crcs;
+  for (int64_t done = 0; done < size; done += kBlockBytes) {
+    const auto block = std::min(kBlockBytes, size - done);
+    crcs.push_back(crc32c(bytes + done, static_cast<size_t>(block)));
+    file.write(offset + done, bytes + done, block);
+  }
+  return crcs;
+}
+
+SafetensorsHeader shard_header(
+    std::vector<SafetensorsEntry> entries,
+    const std::map<std::string, std::vector<int64_t>>& offsets,
+    const std::string& file) {
+  auto info = json::object();
+  for (const auto& [name, place] : offsets) {
+    info[name] = {{"saved_offsets", place}};
+  }
+  return {
+      std::move(entries),
+      {{"DCP_SHARDING_INFO", json_text(info, file)}, {"DCP_VERSION", "1.0"}, {"format", "pt"}}};
 }
 
 SaveJob begin_save(const StateDict& state, const Path& path, const SaveOptions& options) {
@@ -203,17 +206,22 @@ Catalog merge_catalogs(
   return merged;
 }
 
+void complete(Catalog catalog, const Publication& publication) {
+  using namespace std::chrono;
+  catalog.id = publication.id;
+  catalog.time = duration_cast<nanoseconds>(system_clock::now().time_since_epoch()).count();
+  const auto file = publication.data() / kManifestName;
+  write_text(file, manifest_text(catalog, file.string()));
+}
+
 void run_save(const SaveJob& job, const std::function<void()>& after) {
   const auto& publication = job.publication;
   publish(
       publication, {.write = [&] { return rank_text(job, write_parts(job)); },
                     .finish =
                         [&](const std::vector<std::string>& texts) {
-                          auto catalog = merge_catalogs(job.plan, texts, publication.target);
-                          catalog.id = publication.id;
-                          catalog.time = nanoseconds_since_1970();
-                          const auto file = publication.data() / kManifestName;
-                          write_text(file, manifest_text(catalog, file.string()));
+                          complete(
+                              merge_catalogs(job.plan, texts, publication.target), publication);
                         },
                     .after = after});
 }

@@ -4,12 +4,15 @@
 
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <string>
+#include <vector>
 
 #include <fsdp/checkpoint.h>
 
 #include "checkpoint/plan.h"
 #include "checkpoint/publication.h"
+#include "checkpoint/safetensors.h"
 
 namespace fsdp::detail {
 
@@ -30,6 +33,17 @@ void run_save(const SaveJob& job, const std::function<void()>& after = {});
 
 /// The bytes of a part in host memory, without gaps: its own where it is so already.
 at::Tensor host_bytes(const at::Tensor& data);
+
+/// Writes them at `offset`; returns a checksum of each block, made while it is in
+/// the cache.
+std::vector<uint32_t> write_blocks(const File& file, int64_t offset, const at::Tensor& data);
+/// Tells torch's distributed checkpoint too where in the whole tensors the entries lie.
+SafetensorsHeader shard_header(
+    std::vector<SafetensorsEntry> entries,
+    const std::map<std::string, std::vector<int64_t>>& offsets,
+    const std::string& file);
+/// Writes the manifest.
+void complete(Catalog catalog, const Publication& publication);
 
 /// The catalog of all ranks' parts; throws unless these make every tensor of `plan`.
 Catalog merge_catalogs(

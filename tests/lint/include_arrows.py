@@ -33,6 +33,7 @@ PUBLIC = {
     "call.h": "module",
     "checkpoint.h": "checkpoint",
     "checkpoint_scope.h": "state",
+    "checkpoint_tools.h": "checkpoint",
     "checkpointed_call.h": "module",
     "clip_grad_norm.h": "optim",
     "comm.h": "collective",

@@ -1,0 +1,346 @@
+// `fsdp inspect`, `fsdp verify` and `fsdp convert`: checkpoints as files.
+#include <algorithm>
+#include <cstdio>
+#include <ctime>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include <fsdp/checkpoint_tools.h>
+
+#include "cli/check.h"
+#include "cli/command.h"
+#include "cli/progress.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+using nlohmann::ordered_json;
+
+constexpr const char* kPathHelp =
+    "A checkpoint, a series of them (then its latest), a Hugging Face folder or a "
+    "safetensors file";
+
+std::string plural(int64_t count, const std::string& what) {
+  return c10::str(count, " ", what, count == 1 ? "" : "s");
+}
+
+std::string hex(uint32_t number) {
+  char text[9];
+  std::snprintf(text, sizeof(text), "%08x", number);
+  return text;
+}
+
+std::string time_text(int64_t nanoseconds) {
+  const auto seconds = static_cast<std::time_t>(nanoseconds / 1'000'000'000);
+  char text[32] = {};
+  tm utc{};
+  std::strftime(text, sizeof(text), "%Y-%m-%d %H:%M:%S UTC", gmtime_r(&seconds, &utc));
+  return text;
+}
+
+template <class Value>
+ordered_json value_json(const Value& value) {
+  return std::visit([](const auto& held) { return ordered_json(held); }, value);
+}
+
+/// The first of a list, and how many there are besides.
+std::string first_of(const std::vector<std::string>& all) {
+  return all.empty() ? "-" : all[0] + (all.size() > 1 ? c10::str(" +", all.size() - 1) : "");
+}
+
+/// Rows of words, in columns as wide as they have to be. Numbers to the right.
+void print_table(const std::vector<std::vector<std::string>>& rows, const std::set<size_t>& right) {
+  std::vector<size_t> widths(rows[0].size());
+  for (const auto& row : rows) {
+    for (size_t i = 0; i < row.size(); ++i) {
+      widths[i] = std::max(widths[i], row[i].size());
+    }
+  }
+  for (const auto& row : rows) {
+    std::string line;
+    for (size_t i = 0; i < row.size(); ++i) {
+      const std::string gap(widths[i] - row[i].size(), ' ');
+      line += (i > 0 ? "  " : "") + (right.count(i) ? gap + row[i] : row[i] + gap);
+    }
+    line.erase(line.find_last_not_of(' ') + 1);
+    std::cout << line << '\n';
+  }
+}
+
+std::vector<std::string> table_row(const CheckpointTensor& tensor) {
+  std::vector<std::string> files;
+  std::vector<std::string> checksums;
+  for (const auto& piece : tensor.pieces) {
+    if (std::find(files.begin(), files.end(), piece.file) == files.end()) {
+      files.push_back(piece.file);
+    }
+    for (const auto checksum : piece.checksums) {
+      checksums.push_back(hex(checksum));
+    }
+  }
+  return {
+      printable(tensor.name),
+      tensor.dtype,
+      ordered_json(tensor.shape).dump(),
+      std::to_string(tensor.bytes),
+      std::to_string(tensor.pieces.size()),
+      printable(first_of(files)),
+      first_of(checksums)};
+}
+
+struct Totals {
+  std::set<std::string> files;
+  int64_t bytes = 0;
+  int64_t unchecked = 0; // tensors without checksums
+};
+
+Totals totals_of(const CheckpointContents& contents) {
+  Totals totals;
+  for (const auto& tensor : contents.tensors) {
+    totals.bytes += tensor.bytes;
+    bool checked = true;
+    for (const auto& piece : tensor.pieces) {
+      totals.files.insert(piece.file);
+      checked = checked && !piece.checksums.empty();
+    }
+    totals.unchecked += !checked && tensor.bytes > 0;
+  }
+  return totals;
+}
+
+void print_json(const CheckpointContents& contents) {
+  const auto totals = totals_of(contents);
+  ordered_json result{
+      {"path", contents.path.string()},  {"format", contents.is_ours ? "fsdp" : "safetensors"},
+      {"time_ns", contents.time},        {"bytes", totals.bytes},
+      {"files", totals.files},           {"tensors", ordered_json::array()},
+      {"values", ordered_json::object()}};
+  for (const auto& tensor : contents.tensors) {
+    auto pieces = ordered_json::array();
+    for (const auto& piece : tensor.pieces) {
+      auto checksums = ordered_json::array();
+      for (const auto checksum : piece.checksums) {
+        checksums.push_back(hex(checksum));
+      }
+      pieces.push_back(
+          {{"file", piece.file},
+           {"offset", piece.offset},
+           {"offsets", piece.offsets},
+           {"sizes", piece.sizes},
+           {"crc32c", std::move(checksums)}});
+    }
+    result["tensors"].push_back(
+        {{"name", tensor.name},
+         {"dtype", tensor.dtype},
+         {"shape", tensor.shape},
+         {"bytes", tensor.bytes},
+         {"pieces", std::move(pieces)}});
+  }
+  for (const auto& [name, value] : contents.values) {
+    result["values"][name] = value_json(value);
+  }
+  std::cout << result.dump(2) << '\n';
+}
+
+int inspect(const std::string& path, bool json) {
+  const auto contents = inspect_checkpoint(path);
+  if (json) {
+    print_json(contents);
+    return 0;
+  }
+  Screen screen;
+  screen.labelled("path", printable(contents.path.string()));
+  screen.labelled(
+      "format", contents.is_ours ? "fsdp, saved " + time_text(contents.time) : "safetensors files");
+  if (!contents.tensors.empty()) {
+    std::vector<std::vector<std::string>> rows{
+        {"TENSOR", "DTYPE", "SHAPE", "BYTES", "PIECES", "FILES", "CRC32C"}};
+    for (const auto& tensor : contents.tensors) {
+      rows.push_back(table_row(tensor));
+    }
+    std::cout << '\n';
+    print_table(rows, {3, 4});
+  }
+  if (!contents.values.empty()) {
+    std::vector<std::vector<std::string>> rows{{"VALUE", ""}};
+    for (const auto& [name, value] : contents.values) {
+      rows.push_back({printable(name), printable(value_json(value).dump())});
+    }
+    std::cout << '\n';
+    print_table(rows, {});
+  }
+  const auto totals = totals_of(contents);
+  std::cout << '\n';
+  screen.labelled(
+      "total", c10::str(
+                   plural(static_cast<int64_t>(contents.tensors.size()), "tensor"), ", ",
+                   binary_size(totals.bytes), " in ",
+                   plural(static_cast<int64_t>(totals.files.size()), "file"), "; ",
+                   plural(static_cast<int64_t>(contents.values.size()), "value"),
+                   totals.unchecked > 0
+                       ? c10::str("; ", plural(totals.unchecked, "tensor"), " without checksums")
+                       : ""));
+  return 0;
+}
+
+int verify(const std::string& path) {
+  const auto report = verify_checkpoint(path);
+  Screen screen;
+  screen.labelled("path", printable(report.path.string()));
+  for (const auto& problem : report.problems) {
+    screen.labelled("bad", printable(problem));
+  }
+  if (report.unchecked_bytes > 0) {
+    screen.labelled(
+        "note", c10::str(
+                    binary_size(report.unchecked_bytes), " of ", binary_size(report.bytes),
+                    " have no checksums: changed bytes among them are not seen; ",
+                    "fsdp convert --format sharded makes some"));
+  }
+  const auto read = c10::str(
+      plural(report.num_tensors, "tensor"), ", ", binary_size(report.bytes), " in ",
+      plural(report.num_files, "file"));
+  if (report.problems.empty()) {
+    screen.labelled("good", read);
+    return 0;
+  }
+  screen.labelled(
+      "result",
+      c10::str(plural(static_cast<int64_t>(report.problems.size()), "problem"), "; read ", read));
+  return 1;
+}
+
+const std::map<std::string, at::ScalarType> kDtypes{
+    {"fp64", at::ScalarType::Double},
+    {"fp32", at::ScalarType::Float},
+    {"bf16", at::ScalarType::BFloat16},
+    {"fp16", at::ScalarType::Half},
+    {"fp8_e4m3", at::ScalarType::Float8_e4m3fn},
+    {"fp8_e5m2", at::ScalarType::Float8_e5m2}};
+
+struct ConvertWords {
+  std::string input;
+  std::string output;
+  std::string format = "full";
+  std::string dtype;
+  int ranks = 0; // 0: not given
+  uint64_t files_of = 0;
+  std::vector<std::string> renames;
+  std::string only;
+  bool overwrite = false;
+};
+
+ConvertOptions convert_options(const ConvertWords& words) {
+  ConvertOptions options{.overwrite = words.overwrite};
+  const bool full = words.format == "full";
+  options.format = full ? ConvertOptions::Format::full : ConvertOptions::Format::sharded;
+  check_config(!full || words.ranks == 0, "--ranks ", words.ranks, ": goes with --format sharded");
+  check_config(
+      full || words.files_of == 0, "--files-of: goes with --format full; the files of a sharded ",
+      "one are one for each of --ranks");
+  check_config(
+      !words.output.ends_with(".safetensors"), words.output,
+      ": what is written is a folder; name it without .safetensors");
+  if (words.ranks > 0) {
+    options.num_ranks = words.ranks;
+  }
+  if (words.files_of > 0) {
+    options.max_file_bytes = static_cast<int64_t>(std::min<uint64_t>(words.files_of, INT64_MAX));
+  }
+  if (!words.dtype.empty()) {
+    options.dtype = kDtypes.at(words.dtype);
+  }
+  if (!words.only.empty()) {
+    options.only = words.only;
+  }
+  for (const auto& rule : words.renames) {
+    const auto at = rule.rfind('='); // (?=...) may be in the first part
+    check_config(
+        at != std::string::npos && at > 0, "--rename '", rule,
+        "': has to be FROM=TO, for example 'model\\.(.*)=$1'");
+    options.names.push_back({rule.substr(0, at), rule.substr(at + 1)});
+  }
+  return options;
+}
+
+int convert(const ConvertWords& words) {
+  const auto report = convert_checkpoint(words.input, words.output, convert_options(words));
+  Screen screen;
+  screen.labelled(
+      "wrote", c10::str(
+                   printable(words.output), ": ", plural(report.num_tensors, "tensor"), ", ",
+                   binary_size(report.bytes), " in ", plural(report.num_files, "file")));
+  if (report.values_left_out > 0) {
+    screen.labelled(
+        "note", c10::str(
+                    plural(report.values_left_out, "value"),
+                    " left out: a full model has no place for what is no tensor"));
+  }
+  return 0;
+}
+
+} // namespace
+
+void add_inspect(CLI::App& app, Action& action) {
+  auto* command = app.add_subcommand("inspect", "List what a checkpoint holds");
+  auto path = std::make_shared<std::string>();
+  auto json = std::make_shared<bool>(false);
+  command->add_option("path", *path, kPathHelp)->required();
+  command->add_flag("--json", *json, "As JSON, with every piece and checksum");
+  command->callback([=, &action] { action = [=] { return inspect(*path, *json); }; });
+}
+
+void add_verify(CLI::App& app, Action& action) {
+  auto* command = app.add_subcommand("verify", "Read all of a checkpoint and check it");
+  auto path = std::make_shared<std::string>();
+  command->add_option("path", *path, kPathHelp)->required();
+  command->footer("Exit code: 0 good, 1 bad, 4 no checkpoint there.");
+  command->callback([=, &action] { action = [=] { return verify(*path); }; });
+}
+
+void add_convert(CLI::App& app, Action& action) {
+  auto* command =
+      app.add_subcommand("convert", "Write a checkpoint in another format, dtype or naming");
+  auto words = std::make_shared<ConvertWords>();
+  command->add_option("in", words->input, kPathHelp)->required();
+  command->add_option("out", words->output, "Folder to write")->required();
+  command
+      ->add_option(
+          "--format", words->format,
+          "full: whole tensors, a Hugging Face style folder; sharded: as fsdp saves it")
+      ->check(CLI::IsMember({"full", "sharded"}))
+      ->capture_default_str();
+  std::vector<std::string> dtypes;
+  for (const auto& [name, dtype] : kDtypes) {
+    dtypes.push_back(name);
+  }
+  command->add_option("--dtype", words->dtype, "Of floating-point tensors")
+      ->check(CLI::IsMember(dtypes));
+  command->add_option("--ranks", words->ranks, "Sharded: number of files, one per rank (1)")
+      ->check(CLI::Range(1, 1 << 20));
+  command->add_option("--files-of", words->files_of, "Full: size of files, as in 5GB (5GiB)")
+      ->transform(CLI::AsSizeValue(/*kb_is_1000=*/true));
+  // No extra arguments: CLI11 would take "[1,2]" for two.
+  command
+      ->add_option(
+          "--rename", words->renames,
+          "'FROM=TO': names that the regular expression FROM matches become TO, with $1...; "
+          "may be given again, the first that matches counts")
+      ->allow_extra_args(false);
+  command->add_option("--only", words->only, "Regular expression of names to take");
+  command->add_flag("--overwrite", words->overwrite, "Replace a checkpoint that is at OUT");
+  command->footer(
+      "Example, the model of a training checkpoint for others to load:\n"
+      "  fsdp convert runs/1/checkpoints hf --dtype bf16 --only 'model\\..*' "
+      "--rename 'model\\.(.*)=$1'");
+  command->callback([=, &action] { action = [=] { return convert(*words); }; });
+}
+
+} // namespace fsdp::cli

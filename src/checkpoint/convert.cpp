@@ -1,0 +1,220 @@
+#include <ATen/ATen.h>
+
+#include <regex>
+#include <set>
+
+#include <fsdp/checkpoint_tools.h>
+
+#include "base/check.h"
+#include "checkpoint/find_checkpoint.h"
+#include "checkpoint/hf_layout.h"
+#include "checkpoint/name_rules.h"
+#include "checkpoint/reader.h"
+#include "checkpoint/writer.h"
+
+namespace fsdp {
+
+namespace {
+
+using namespace detail;
+
+/// A tensor of the input, or a part of it, and where it goes.
+struct Item {
+  const StoredTensor* source = nullptr;
+  Box box;
+  SafetensorsEntry entry;
+};
+
+struct OutputFile {
+  std::string name;
+  std::string start; // what comes before the tensors
+  std::vector<Item> items;
+};
+
+/// What of the input is wanted.
+Catalog select(Catalog catalog, const std::optional<std::string>& only) {
+  if (!only) {
+    return catalog;
+  }
+  std::regex pattern;
+  try {
+    pattern = std::regex(*only);
+  } catch (const std::regex_error& error) {
+    FSDP_THROW(ConfigError, "'", *only, "' is no regular expression: ", error.what());
+  }
+  std::erase_if(
+      catalog.tensors, [&](const auto& item) { return !std::regex_match(item.name, pattern); });
+  std::erase_if(
+      catalog.values, [&](const auto& item) { return !std::regex_match(item.first, pattern); });
+  FSDP_CHECK_AS(
+      ConfigError, !catalog.tensors.empty(), "no tensor of ", catalog.folder.string(),
+      " has a name that '", *only, "' matches all of");
+  catalog.index();
+  return catalog;
+}
+
+std::vector<OutputFile> full_files(const HfLayout& layout, const Catalog& input) {
+  std::vector<OutputFile> files;
+  for (const auto& file : layout.files) {
+    files.push_back({file.name, file.start, {}});
+    for (const auto& entry : file.header.entries) {
+      files.back().items.push_back({nullptr, Box::whole(entry.sizes), entry});
+    }
+  }
+  for (const auto& [name, place] : layout.places) {
+    files[place.file].items[place.entry].source = input.find_tensor(name);
+  }
+  return files;
+}
+
+/// What rank `rank` writes of tensor number `number`: rows, as torch's chunk has
+/// them; tensors without rows take turns.
+std::optional<Box> rows_of(const StoredTensor& tensor, size_t number, int rank, int num_ranks) {
+  auto box = Box::whole(tensor.sizes);
+  if (box.sizes.empty() || box.numel() == 0) {
+    return static_cast<int>(number % static_cast<size_t>(num_ranks)) == rank
+               ? std::optional(std::move(box))
+               : std::nullopt;
+  }
+  const auto rows = box.sizes[0];
+  const auto chunk = rows / num_ranks + (rows % num_ranks != 0);
+  const auto begin = std::min(chunk * rank, rows);
+  box.offsets[0] = begin;
+  box.sizes[0] = std::min(chunk, rows - begin);
+  return box.sizes[0] > 0 ? std::optional(std::move(box)) : std::nullopt;
+}
+
+std::vector<OutputFile> sharded_files(
+    const Catalog& input, const Catalog& output, const ConvertOptions& options) {
+  std::vector<OutputFile> files;
+  for (int rank = 0; rank < options.num_ranks; ++rank) {
+    OutputFile file{rank_name(rank) + ".safetensors", "", {}};
+    std::vector<SafetensorsEntry> entries;
+    std::map<std::string, std::vector<int64_t>> offsets;
+    std::map<std::string, Item> items;
+    for (size_t i = 0; i < output.tensors.size(); ++i) {
+      const auto& tensor = output.tensors[i];
+      if (auto box = rows_of(tensor, i, rank, options.num_ranks)) {
+        entries.push_back({tensor.name, tensor.dtype, box->sizes});
+        offsets[tensor.name] = box->offsets;
+        items[tensor.name] = {&input.tensors[i], std::move(*box), {}};
+      }
+    }
+    if (entries.empty()) {
+      continue;
+    }
+    auto header = shard_header(std::move(entries), offsets, file.name);
+    file.start = layout_safetensors(header, file.name);
+    for (const auto& entry : header.entries) {
+      auto& item = items.at(entry.name);
+      item.entry = entry;
+      file.items.push_back(std::move(item));
+    }
+    files.push_back(std::move(file));
+  }
+  return files;
+}
+
+/// The input's tensors and values under their new names, without pieces.
+Catalog renamed(const Catalog& input, const NameRules& rename, const ConvertOptions& options) {
+  Catalog output;
+  for (const auto& tensor : input.tensors) {
+    const bool converted = options.dtype && at::isFloatingType(tensor.dtype);
+    output.tensors.push_back(
+        {rename(tensor.name), converted ? *options.dtype : tensor.dtype, tensor.sizes, {}});
+  }
+  for (const auto& [name, value] : input.values) {
+    output.values.emplace_back(rename(name), value);
+  }
+  std::set<std::string> seen;
+  const auto check = [&](const std::string& name) {
+    FSDP_CHECK_AS(
+        ConfigError, seen.insert(name).second, "by these rules two names become '", name, "'");
+  };
+  for (const auto& tensor : output.tensors) {
+    check(tensor.name);
+  }
+  for (const auto& [name, value] : output.values) {
+    check(name);
+  }
+  output.index();
+  return output;
+}
+
+/// Returns where everything lies, for the manifest.
+std::map<std::string, std::vector<StoredPiece>> write_files(
+    const std::vector<OutputFile>& files, const Catalog& input, const Path& folder) {
+  Reader reader(input, /*verify=*/true);
+  std::map<std::string, std::vector<StoredPiece>> pieces;
+  for (const auto& item : files) {
+    const auto file = File::create(folder / item.name);
+    file.write(0, item.start.data(), static_cast<int64_t>(item.start.size()));
+    for (const auto& [source, box, entry] : item.items) {
+      // Of the target only its sizes count.
+      const LocalTensor target{
+          at::empty(box.sizes, at::device(at::kMeta)),
+          source->sizes,
+          {{box, std::vector<int64_t>(box.sizes.size(), 0)}}};
+      const auto data = reader.read(*source, target).to(entry.dtype);
+      pieces[entry.name].push_back(
+          {item.name, entry.offset, box, write_blocks(file, entry.offset, data)});
+    }
+    file.sync();
+  }
+  return pieces;
+}
+
+} // namespace
+
+ConvertReport convert_checkpoint(
+    const std::filesystem::path& input_path,
+    const std::filesystem::path& output_path,
+    const ConvertOptions& options) {
+  TORCH_CHECK_VALUE(
+      options.num_ranks >= 1 && options.max_file_bytes >= 1, "[convert_checkpoint] num_ranks is ",
+      options.num_ranks, ", max_file_bytes ", options.max_file_bytes);
+  const bool full = options.format == ConvertOptions::Format::full;
+  at::NoGradGuard no_grad;
+  const NameRules rename(options.names);
+  const auto input = select(open_catalog(find_checkpoint(input_path)), options.only);
+  FSDP_CHECK_AS(
+      CheckpointError, !full || !input.tensors.empty(), input_path.string(), " holds no tensors");
+  auto output = renamed(input, rename, options);
+  HfLayout layout;
+  if (full) {
+    layout = make_hf_layout(input, rename, options.max_file_bytes, options.dtype);
+  }
+  const auto files = full ? full_files(layout, input) : sharded_files(input, output, options);
+
+  Publication publication;
+  publication.target = clean_path(output_path);
+  publication.overwrite = options.overwrite;
+  prepare(publication);
+  publish(
+      publication, {.write =
+                        [&] {
+                          auto pieces = write_files(files, input, publication.data());
+                          for (auto& tensor : output.tensors) {
+                            tensor.pieces = std::move(pieces[tensor.name]);
+                          }
+                          return std::string();
+                        },
+                    .finish =
+                        [&](const std::vector<std::string>&) {
+                          if (full) {
+                            write_hf_index(layout, publication.data());
+                          } else {
+                            complete(output, publication);
+                          }
+                        }});
+  ConvertReport report{
+      .num_files = static_cast<int64_t>(files.size()),
+      .num_tensors = static_cast<int64_t>(output.tensors.size()),
+      .values_left_out = full ? static_cast<int64_t>(output.values.size()) : 0};
+  for (const auto& tensor : output.tensors) {
+    report.bytes += tensor_bytes(tensor.sizes, tensor.dtype).value();
+  }
+  return report;
+}
+
+} // namespace fsdp

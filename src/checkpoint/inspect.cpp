@@ -1,0 +1,88 @@
+#include <unistd.h>
+
+#include <fsdp/checkpoint_tools.h>
+
+#include "base/check.h"
+#include "base/text.h"
+#include "checkpoint/catalog.h"
+#include "checkpoint/find_checkpoint.h"
+#include "checkpoint/manifest.h"
+#include "checkpoint/safetensors.h"
+
+namespace fsdp {
+
+namespace detail {
+
+namespace {
+
+bool has_files(const Path& folder) {
+  for (const auto& name : list_folder(folder)) {
+    if (name == kManifestName || Path(name).extension() == ".safetensors") {
+      return true;
+    }
+  }
+  return false;
+}
+
+/// What ROOT/latest of a series names; empty where there is no such link.
+Path latest_link(const Path& root) {
+  char target[4096];
+  const auto length = readlink((root / "latest").c_str(), target, sizeof(target));
+  return length > 0 ? root / std::string(target, static_cast<size_t>(length)) : Path();
+}
+
+} // namespace
+
+Path find_checkpoint(const Path& path) {
+  FSDP_CHECK_AS(CheckpointError, path_exists(path), path.string(), ": there is no such checkpoint");
+  if (!is_folder(path) || has_files(path)) {
+    return path;
+  }
+  // What the link names, and not the newest that is complete: where that one is
+  // damaged, it has to be said rather than passed over.
+  if (const auto latest = latest_link(path); !latest.empty()) {
+    return latest;
+  }
+  if (const auto latest = CheckpointSeries(path).latest()) {
+    return *latest;
+  }
+  constexpr size_t kMaxNamed = 3;
+  std::vector<std::string> below;
+  for (const auto& name : list_folder(path)) {
+    const auto folder = path / name;
+    if (below.size() < kMaxNamed && is_folder(folder) &&
+        (has_files(folder) || !latest_link(folder).empty())) {
+      below.push_back(folder.string());
+    }
+  }
+  FSDP_THROW(
+      CheckpointError, path.string(), " holds no checkpoint: neither ", kManifestName,
+      " nor a safetensors file is in it, nor a complete step_... folder",
+      below.empty() ? "" : "; did you mean " + join(below, " or ") + "?");
+}
+
+} // namespace detail
+
+CheckpointContents inspect_checkpoint(const std::filesystem::path& path) {
+  CheckpointContents contents;
+  contents.path = detail::find_checkpoint(path);
+  auto catalog = detail::open_catalog(contents.path);
+  contents.is_ours = !catalog.id.empty();
+  contents.time = catalog.time;
+  contents.values = std::move(catalog.values);
+  for (auto& stored : catalog.tensors) {
+    CheckpointTensor tensor;
+    tensor.name = stored.name;
+    tensor.dtype = detail::dtype_name(stored.dtype, stored.name);
+    tensor.shape = stored.sizes;
+    tensor.bytes = detail::tensor_bytes(stored.sizes, stored.dtype).value();
+    for (auto& piece : stored.pieces) {
+      tensor.pieces.push_back(
+          {piece.file, piece.offset, piece.box.offsets, piece.box.sizes, std::move(piece.crcs)});
+    }
+    contents.tensors.push_back(std::move(tensor));
+  }
+  return contents;
+}
+
+} // namespace fsdp

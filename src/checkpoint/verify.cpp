@@ -1,0 +1,191 @@
+#include <algorithm>
+#include <map>
+
+#include <fsdp/checkpoint_tools.h>
+
+#include "base/check.h"
+#include "checkpoint/catalog.h"
+#include "checkpoint/crc32c.h"
+#include "checkpoint/find_checkpoint.h"
+#include "checkpoint/manifest.h"
+#include "checkpoint/safetensors.h"
+
+namespace fsdp {
+
+namespace {
+
+using namespace detail;
+
+/// A piece, and the tensor that it is of.
+struct PieceOf {
+  const StoredTensor* tensor = nullptr;
+  const StoredPiece* piece = nullptr;
+};
+
+class Verifier {
+ public:
+  explicit Verifier(Path path) {
+    report_.path = std::move(path);
+  }
+
+  CheckpointReport run() {
+    const auto& path = report_.path;
+    if (!is_folder(path)) {
+      verify_file(path);
+    } else if (path_exists(path / kManifestName)) {
+      if (attempt([&] { catalog_ = read_manifest(path / kManifestName); })) {
+        verify_ours();
+      }
+      return std::move(report_);
+    } else {
+      for (const auto& name : safetensors_in(path)) {
+        verify_file(path / name);
+      }
+    }
+    // What they make together.
+    attempt([&] { report_.num_tensors = static_cast<int64_t>(open_catalog(path).tensors.size()); });
+    return std::move(report_);
+  }
+
+ private:
+  /// Whether `step` found nothing wrong.
+  template <class Step>
+  bool attempt(const Step& step) {
+    try {
+      step();
+      return true;
+    } catch (const CheckpointError&) {
+      problem(current_exception_text());
+      return false;
+    }
+  }
+
+  template <class... Pieces>
+  void problem(const Pieces&... pieces) {
+    auto text = c10::str(pieces...);
+    auto& all = report_.problems;
+    if (std::find(all.begin(), all.end(), text) == all.end()) {
+      all.push_back(std::move(text));
+    }
+  }
+
+  static std::vector<std::string> safetensors_in(const Path& folder) {
+    auto names = list_folder(folder);
+    std::erase_if(names, [](const auto& name) { return Path(name).extension() != ".safetensors"; });
+    return names;
+  }
+
+  /// A file of others: what its header says, and that all of it can be read.
+  void verify_file(const Path& path) {
+    ++report_.num_files;
+    attempt([&] {
+      const auto file = File::open(path);
+      for (const auto& entry : read_safetensors(file).entries) {
+        attempt([&] { read_blocks(file, entry.offset, entry.bytes(), nullptr, entry.name); });
+      }
+    });
+  }
+
+  void verify_ours() {
+    catalog_.folder = report_.path;
+    report_.num_tensors = static_cast<int64_t>(catalog_.tensors.size());
+    std::map<std::string, std::vector<PieceOf>> files;
+    for (const auto& tensor : catalog_.tensors) {
+      attempt([&] { check_coverage(catalog_, tensor); });
+      for (const auto& piece : tensor.pieces) {
+        files[piece.file].push_back({&tensor, &piece});
+      }
+    }
+    for (auto& [name, pieces] : files) {
+      std::sort(pieces.begin(), pieces.end(), [](const auto& a, const auto& b) {
+        return a.piece->offset < b.piece->offset;
+      });
+      verify_pieces(report_.path / name, pieces);
+    }
+    for (const auto& name : safetensors_in(report_.path)) {
+      if (!files.count(name)) { // other programs read every file that they find
+        problem((report_.path / name).string(), ": is not in the manifest");
+      }
+    }
+  }
+
+  void verify_pieces(const Path& path, const std::vector<PieceOf>& pieces) {
+    ++report_.num_files;
+    attempt([&] {
+      const auto file = File::open(path);
+      attempt([&] { compare_header(file, pieces); });
+      const auto file_bytes = file.size();
+      for (const auto& [tensor, piece] : pieces) {
+        const auto bytes = tensor_bytes(piece->box.sizes, tensor->dtype).value();
+        if (piece->offset > file_bytes || bytes > file_bytes - piece->offset) {
+          problem(
+              path.string(), ", tensor '", tensor->name, "': the file has ", file_bytes,
+              " bytes, the tensor needs ", bytes, " from byte ", piece->offset,
+              " on: the file is truncated");
+        } else {
+          attempt([&, tensor = tensor, piece = piece] {
+            read_blocks(file, piece->offset, bytes, &piece->crcs, tensor->name);
+          });
+        }
+      }
+    });
+  }
+
+  /// We read by the manifest, other programs by the files' headers.
+  void compare_header(const File& file, const std::vector<PieceOf>& pieces) {
+    std::map<std::string, SafetensorsEntry> entries;
+    for (auto& entry : read_safetensors(file).entries) {
+      entries[entry.name] = entry;
+    }
+    for (const auto& [tensor, piece] : pieces) {
+      const auto found = entries.find(tensor->name);
+      if (found == entries.end() || found->second.offset != piece->offset ||
+          found->second.dtype != tensor->dtype || found->second.sizes != piece->box.sizes) {
+        problem(
+            file.path().string(), ", tensor '", tensor->name,
+            "': the file's header says otherwise than the manifest");
+      }
+      if (found != entries.end()) {
+        entries.erase(found);
+      }
+    }
+    for (const auto& [name, entry] : entries) {
+      problem(file.path().string(), ", tensor '", name, "': is not in the manifest");
+    }
+  }
+
+  /// `crcs`: null or empty where there are none.
+  void read_blocks(
+      const File& file,
+      int64_t offset,
+      int64_t bytes,
+      const std::vector<uint32_t>* crcs,
+      const std::string& tensor) {
+    const bool check = crcs && !crcs->empty();
+    for (int64_t done = 0; done < bytes; done += kBlockBytes) {
+      const auto size = std::min(kBlockBytes, bytes - done);
+      block_.resize(static_cast<size_t>(kBlockBytes));
+      file.read(offset + done, block_.data(), size);
+      report_.bytes += size;
+      report_.unchecked_bytes += check ? 0 : size;
+      if (check && crc32c(block_.data(), static_cast<size_t>(size)) !=
+                       (*crcs)[static_cast<size_t>(done / kBlockBytes)]) {
+        problem(
+            file.path().string(), ", tensor '", tensor, "': bytes ", offset + done, " to ",
+            offset + done + size, " are damaged: they do not match their checksum");
+      }
+    }
+  }
+
+  Catalog catalog_;
+  CheckpointReport report_;
+  std::vector<char> block_;
+};
+
+} // namespace
+
+CheckpointReport verify_checkpoint(const std::filesystem::path& path) {
+  return Verifier(find_checkpoint(path)).run();
+}
+
+} // namespace fsdp
