@@ -132,6 +132,32 @@ std::vector<Holder> holders_of_part(
   return result;
 }
 
+/// Of each tensor, where in all the bytes of its placement its middle is, from 0 to 1.
+std::vector<double> shares(const std::vector<json>& items) {
+  std::map<std::string, int64_t> totals;
+  std::vector<std::string> placements;
+  std::vector<int64_t> middles;
+  for (const auto& item : items) {
+    const bool is_tensor = item.contains("dtype");
+    const auto bytes = is_tensor ? *tensor_bytes(
+                                       item.at("shape").get<std::vector<int64_t>>(),
+                                       dtype_of(item.at("dtype").get<std::string>(), kWhere))
+                                 : 0;
+    placements.push_back(
+        item.contains("placements") ? item.at("placements").dump() + item.at("mesh_shape").dump()
+                                    : "");
+    auto& total = totals[placements.back()];
+    middles.push_back(total + bytes / 2);
+    total += bytes;
+  }
+  std::vector<double> result;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const auto total = std::max<int64_t>(totals[placements[i]], 1);
+    result.push_back(static_cast<double>(middles[i]) / static_cast<double>(total));
+  }
+  return result;
+}
+
 void add_parts(const std::string& key, const LocalTensor& tensor, std::vector<Part>& parts) {
   for (const auto& [box, at] : tensor.boxes) {
     auto data = tensor.local.detach();
@@ -213,6 +239,7 @@ SavePlan make_plan(
     rank_places.push_back(parse_json(text, kWhere).get<std::vector<int64_t>>());
   }
   const auto merged = merge(lists, static_cast<int>(places.size()));
+  const auto share = shares(merged.items);
   SavePlan plan;
   for (const auto& item : merged.items) {
     if (item.contains("dtype")) {
@@ -236,7 +263,8 @@ SavePlan make_plan(
     const auto* spread = std::get_if<DTensor>(&value);
     const auto writers =
         spread && spread->numel() > 0 ? holders_of_part(*spread, holders, rank_places) : holders;
-    if (writers[index % writers.size()].rank == rank) {
+    const auto turn = static_cast<size_t>(share[index] * static_cast<double>(writers.size()));
+    if (writers[std::min(turn, writers.size() - 1)].rank == rank) {
       add_parts(key, *tensor, plan.parts);
     }
   }

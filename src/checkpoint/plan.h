@@ -40,8 +40,9 @@ std::optional<LocalTensor> local_tensor(const StateDict::Value& value);
 //
 // Each part of each tensor is written by one rank. Those that hold the same part
 // of it (along replicated mesh axes, in other slices of a mesh, or all ranks for
-// a plain tensor) take turns, tensor by tensor, so that each writes its share of
-// what is replicated.
+// a plain tensor) share these tensors in their order, each as many bytes: the first
+// of two ranks the first half. Counted for tensors of each placement on their own, as
+// others have other ranks to share them.
 //
 // The ranks may bring different keys: a pipeline's stages do, each rank's random
 // state is a key of its own, and full state dicts are empty but on rank 0. What

@@ -98,6 +98,28 @@ TEST(SaveLoad, EveryByteIsWrittenOnceAndByAllRanks) {
   EXPECT_TRUE(leftovers(path + "/..").empty());
 }
 
+TEST(SaveLoad, ReplicasShareTheWork) {
+  const auto path = temporary_folder() + "/checkpoint";
+  std::vector<Sample> samples; // weights and biases by turns
+  for (int i = 0; i < 8; ++i) {
+    const auto layer = std::to_string(i);
+    samples.push_back({"w" + layer, {32, 8}, at::kFloat, {Replicate{}, Shard{0}}});
+    samples.push_back({"b" + layer, {8}, at::kFloat, {Replicate{}, Shard{0}}});
+  }
+  run_ranks(
+      4, [&](int) { save(make_state(samples, init_device_mesh(at::kCPU, {2, 2}), 1), path); });
+  std::map<std::string, int64_t> bytes;
+  for (const auto& tensor : detail::open_catalog(path).tensors) {
+    for (const auto& piece : tensor.pieces) {
+      bytes[piece.file] += piece.box.numel() * 4;
+    }
+  }
+  ASSERT_EQ(bytes.size(), 4u);
+  for (const auto& [file, count] : bytes) {
+    EXPECT_EQ(count, 4 * (32 * 8 + 8) * 4 / 2) << file; // half of four layers
+  }
+}
+
 TEST(SaveLoad, TensorsOnASliceOfAMeshAreWrittenOnce) {
   const auto path = temporary_folder() + "/checkpoint";
   const std::vector<Sample> samples{{"w", {8, 2}, at::kFloat, {Shard{0}}}};
