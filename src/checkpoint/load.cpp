@@ -1,5 +1,7 @@
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include <fsdp/checkpoint.h>
 
 #include "base/check.h"
@@ -19,13 +21,20 @@ struct Loaded {
   std::vector<std::pair<std::string, StateDict::Value>> values;
 };
 
-/// A key of the state dict, and what it is filled from; both null: from nothing.
+/// A key of the state dict, and what it is filled from: one of the last two.
 struct Source {
   const std::string* key = nullptr;
   std::optional<detail::LocalTensor> target;
   const detail::StoredTensor* tensor = nullptr;
   const detail::StoredValue* value = nullptr;
 };
+
+bool is_partial(const StateDict::Value& value) {
+  const auto* spread = std::get_if<DTensor>(&value);
+  return spread && std::any_of(
+                       spread->placements().begin(), spread->placements().end(),
+                       [](const auto& item) { return std::holds_alternative<Partial>(item); });
+}
 
 /// Everything that can be known to be wrong before anything is read.
 std::vector<Source> find_sources(
@@ -47,6 +56,9 @@ std::vector<Source> find_sources(
         ", tensor '", name, "': is a ", source.tensor ? "tensor" : "plain value",
         " in the checkpoint, but not where it is to go");
     if (source.target) {
+      FSDP_CHECK_AS(
+          CheckpointError, !is_partial(value), folder, ", tensor '", name,
+          "': the ranks hold terms of a sum where it is to go");
       FSDP_CHECK_AS(
           CheckpointError, source.target->local.defined() && !source.target->local.is_meta(),
           folder, ", tensor '", name,

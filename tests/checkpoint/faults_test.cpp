@@ -122,6 +122,11 @@ TEST(BrokenCheckpoint, MissingKeyAndWrongShape) {
     StateDict value;
     value.insert("plain", int64_t{1});
     message_of<CheckpointError>([&] { load(value, path); });
+    StateDict terms;
+    const auto zeros = torch::zeros({7}, torch::kLong);
+    terms.insert("plain", DTensor::from_local(zeros, world_mesh(), {Partial{}}));
+    EXPECT_TRUE(
+        contains(message_of<CheckpointError>([&] { load(terms, path); }), "terms of a sum"));
   });
 }
 
