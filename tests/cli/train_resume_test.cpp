@@ -24,7 +24,7 @@ std::string file_text(const std::string& path) {
 
 /// Names in a folder.
 std::string listing(const std::string& folder) {
-  return run_script("ls -x -w 1000 " + folder + " | tr -s ' '").output;
+  return run_script("echo -n $(ls " + folder + ")").output;
 }
 
 std::string step_folder(const std::string& run, const std::string& step) {
@@ -87,7 +87,7 @@ TEST(TrainResume, AfterKill9) {
   for (const std::string step : {"3", "11"}) {
     const auto run_folder = folder + "/" + step;
     const auto killed = run_script(
-        kTool + words + " --save-every 1 --run " + run_folder + " > /dev/null & " +
+        kTool + words + " --save-every 1 --keep 100 --run " + run_folder + " > /dev/null & " +
         "for i in {1..1500}; do [ -e " + step_folder(run_folder, step) +
         " ] && break; sleep 0.02; done; kill -9 $!; wait $!");
     EXPECT_EQ(killed.exit_code, 137) << killed.output;
@@ -100,12 +100,12 @@ TEST(TrainResume, AfterKill9) {
 TEST(TrainResume, AFinishedRunShowsItsResultAgainAndMayGoOn) {
   const auto run_folder = temporary_folder() + "/run";
   const auto whole = run(short_run(text_file(), {"--run", run_folder, "--quiet"}));
-  EXPECT_EQ(listing(run_folder + "/checkpoints"), "latest step_00000020\n");
+  EXPECT_EQ(listing(run_folder + "/checkpoints"), "latest step_00000020");
   const auto again = run({"train", "--resume", run_folder, "--quiet"});
   EXPECT_EQ(result_in(again.output), result_in(whole.output));
   const auto longer = run({"train", "--resume", run_folder, "--steps", "24"});
   EXPECT_EQ(losses_in(longer.output).size(), 4u) << longer.output;
-  EXPECT_EQ(listing(run_folder + "/checkpoints"), "latest step_00000020 step_00000024\n");
+  EXPECT_EQ(listing(run_folder + "/checkpoints"), "latest step_00000020 step_00000024");
 }
 
 TEST(TrainResume, KeepsTheNewestAndEveryMth) {
@@ -116,7 +116,7 @@ TEST(TrainResume, KeepsTheNewestAndEveryMth) {
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_EQ(
       listing(run_folder + "/checkpoints"),
-      "latest step_00000006 step_00000012 step_00000018 step_00000020\n");
+      "latest step_00000006 step_00000012 step_00000018 step_00000020");
 }
 
 TEST(TrainResume, UnderALauncherARunHasOneFolderWithItsDate) {
@@ -127,7 +127,7 @@ TEST(TrainResume, UnderALauncherARunHasOneFolderWithItsDate) {
   EXPECT_EQ(listing(folder), ""); // nobody asked for it
   const auto saved = run_script(in_folder + " run -n 2 -- " + kTool + words + " --save-every 4");
   EXPECT_EQ(saved.exit_code, 0) << saved.output;
-  EXPECT_EQ(listing(folder + "/runs/*/checkpoints"), "latest step_00000004 step_00000006\n");
+  EXPECT_EQ(listing(folder + "/runs/*/checkpoints"), "latest step_00000004 step_00000006");
   const auto rest = run_script(
       in_folder + " run -n 2 -- " + kTool + " train --resume runs/*/checkpoints/step_00000004");
   EXPECT_EQ(rest.exit_code, 0) << rest.output;

@@ -1,0 +1,126 @@
+"""The Python side of `./fsdp bench checkpoint`, one process per rank, started by it.
+
+Says "ready TORCH BYTES_OF_SHARD", then reads a command a line and answers a line, "SECONDS TOTAL EXTRA":
+
+  save PATH    torch.distributed.checkpoint.save with its defaults
+  load PATH    load into parameters that are zero before, and are checked afterwards
+  async PATH   async_save: SECONDS until it returns, TOTAL until the checkpoint is there
+
+EXTRA is the most resident memory during the command, in bytes, beyond what was there before it; for async,
+beyond the model. -1: the kernel does not say.
+"""
+
+import argparse
+import ctypes
+import sys
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+
+# The model of checkpoint_bench.cpp: change both.
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+
+class Model(nn.Module):
+    def __init__(self, width, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        for _ in range(blocks):  # the whole model is never there
+            self.blocks.append(fully_shard(Block(width)))
+
+
+def memory(field):
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    return -1
+
+
+def reset_peak():
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        return True
+    except OSError:
+        return False
+
+
+def trim():
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        pass
+
+
+def shards(state):
+    return [tensor.to_local() for tensor in state.values()]
+
+
+def checksum(state):
+    return sum(shard.sum(dtype=torch.double).item() for shard in shards(state))
+
+
+def run(command, path, state, model_bytes):
+    expected = checksum(state)
+    if command == "load":
+        for shard in shards(state):
+            shard.zero_()
+    trim()
+    dist.barrier()
+    before = model_bytes if command == "async" else memory("VmRSS")
+    is_known = reset_peak()
+    start = time.monotonic()
+    if command == "save":
+        dcp.save(state, checkpoint_id=path)
+    elif command == "load":
+        dcp.load(state, checkpoint_id=path)
+    else:
+        future = dcp.async_save(state, checkpoint_id=path)
+    seconds = total = time.monotonic() - start
+    if command == "async":
+        future.result()
+        total = time.monotonic() - start
+    extra = memory("VmHWM") - before if is_known else -1
+    assert checksum(state) == expected, "the tensors have changed"
+    return seconds, total, extra
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    for name in ["rank", "ranks", "width", "blocks"]:
+        parser.add_argument("--" + name, type=int, required=True)
+    parser.add_argument("--rendezvous", required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo", init_method="file://" + options.rendezvous, rank=options.rank, world_size=options.ranks
+    )
+    with torch.no_grad():
+        model = Model(options.width, options.blocks)
+        state = get_model_state_dict(model)
+        trim()
+        model_bytes = memory("VmRSS")
+        print("ready", torch.__version__, sum(shard.nbytes for shard in shards(state)), flush=True)
+        for line in sys.stdin:
+            command, path = line.split(maxsplit=1)
+            print(*run(command, path.strip(), state, model_bytes), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
