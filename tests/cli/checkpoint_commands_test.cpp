@@ -1,0 +1,253 @@
+// `fsdp inspect`, `fsdp verify` and `fsdp convert`, from outside.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/checkpoints.h"
+#include "cli/tool.h"
+
+namespace fsdp::test {
+namespace {
+
+constexpr int64_t kSeed = 5;
+
+/// A checkpoint of four ranks.
+std::string saved() {
+  const auto path = temporary_folder() + "/checkpoint";
+  save_samples(4, path, kSeed);
+  return path;
+}
+
+nlohmann::json inspected(const std::string& path) {
+  const auto ended = run({"inspect", path, "--json"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  return nlohmann::json::parse(ended.output);
+}
+
+void expect_good(const std::string& path) {
+  const auto ended = run({"verify", path});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(contains(ended.output, "\ngood "));
+}
+
+std::string converted(const std::vector<std::string>& words) {
+  auto all = words;
+  all.insert(all.begin(), "convert");
+  const auto ended = run(all);
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  return ended.output;
+}
+
+TEST(Inspect, ListsTensorsAndValues) {
+  const auto path = saved();
+  const auto ended = run({"inspect", path});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  for (const auto* part :
+       {"format    fsdp, saved 20", "\nTENSOR ", " DTYPE ", " CRC32C\n", "\nrows ", " [13,6] ",
+        " BF16 ", "rank_00000.safetensors +3 ", "\nstep   5\n", "\ntotal     11 tensors, ",
+        " files; 1 value\n"}) {
+    EXPECT_TRUE(contains(ended.output, part));
+  }
+  EXPECT_EQ(count(ended.output, "\x1b"), 0); // not a terminal
+  EXPECT_EQ(count(ended.output, " \n"), 0);  // no blanks at the ends
+}
+
+TEST(Inspect, AsJson) {
+  const auto path = saved();
+  const auto json = inspected(path);
+  EXPECT_EQ(json["format"], "fsdp");
+  EXPECT_EQ(json["values"]["step"], kSeed);
+  ASSERT_EQ(json["tensors"].size(), samples_1d().size());
+  int64_t bytes = 0;
+  for (size_t i = 0; i < samples_1d().size(); ++i) { // in the order of the state dict
+    const auto sample = samples_1d()[i];
+    const auto& tensor = json["tensors"][i];
+    EXPECT_EQ(tensor["name"], sample.key);
+    EXPECT_EQ(tensor["shape"], nlohmann::json(sample.sizes));
+    bytes += tensor["bytes"].get<int64_t>();
+    for (const auto& piece : tensor["pieces"]) {
+      EXPECT_EQ(piece["crc32c"].empty(), tensor["bytes"] == 0) << sample.key;
+    }
+  }
+  EXPECT_EQ(json["bytes"], bytes);
+}
+
+TEST(Inspect, OfASeriesTheLatest) {
+  const auto root = temporary_folder() + "/run/checkpoints";
+  CheckpointSeries series(root);
+  StateDict state;
+  state.insert("w", torch::ones({3}));
+  series.save(1, state);
+  series.save(2, state);
+  EXPECT_TRUE(contains(inspected(root)["path"].get<std::string>(), "/step_00000002"));
+  const auto above = run({"inspect", root + "/.."});
+  EXPECT_EQ(above.exit_code, 4);
+  EXPECT_TRUE(contains(above.output, "did you mean "));
+  EXPECT_TRUE(contains(above.output, "/checkpoints?"));
+  // The latest is damaged: not to be passed over for an older one.
+  truncate((root + "/step_00000002/rank_00000.safetensors").c_str(), 20);
+  EXPECT_EQ(run({"verify", root}).exit_code, 1);
+}
+
+TEST(Inspect, RefusesWhatIsNoCheckpoint) {
+  const auto folder = temporary_folder();
+  for (const auto* command : {"inspect", "verify"}) {
+    const auto missing = run({command, folder + "/none"});
+    EXPECT_EQ(missing.exit_code, 4);
+    EXPECT_TRUE(contains(missing.output, "/none: there is no such checkpoint\n"));
+    const auto empty = run({command, folder});
+    EXPECT_EQ(empty.exit_code, 4);
+    EXPECT_TRUE(contains(empty.output, " holds no checkpoint: "));
+  }
+}
+
+TEST(Verify, FindsAFlippedBit) {
+  const auto path = saved();
+  expect_good(path);
+  for (const auto& tensor : inspected(path)["tensors"]) {
+    if (tensor["bytes"] == 0) {
+      continue;
+    }
+    const auto piece = tensor["pieces"].back();
+    const auto name = piece["file"].get<std::string>();
+    const auto file = path + "/" + name;
+    const auto good = file_text(file);
+    auto bad = good;
+    bad[piece["offset"].get<size_t>()] ^= 4;
+    set_file_text(file, bad);
+    const auto ended = run({"verify", path});
+    EXPECT_EQ(ended.exit_code, 1);
+    EXPECT_TRUE(contains(
+        ended.output, name + ", tensor '" + tensor["name"].get<std::string>() + "': bytes "));
+    EXPECT_TRUE(contains(ended.output, "\nresult    1 problem; "));
+    set_file_text(file, good);
+  }
+}
+
+TEST(Verify, FindsWhatElseIsWrong) {
+  const auto path = saved();
+  const auto file = path + "/rank_00002.safetensors";
+  const auto good = file_text(file);
+  const auto expect_bad = [&](const std::vector<std::string>& parts) {
+    const auto ended = run({"verify", path});
+    EXPECT_EQ(ended.exit_code, 1);
+    for (const auto& part : parts) {
+      EXPECT_TRUE(contains(ended.output, part));
+    }
+  };
+  set_file_text(file, good.substr(0, good.size() - 1));
+  expect_bad({"bad       " + file + ", tensor '", "the file is truncated"});
+  auto other_header = good; // as good as the right one, and Python would go by it
+  const auto at = other_header.find("\"shape\":[4,6]");
+  ASSERT_NE(at, std::string::npos);
+  other_header.replace(at, 13, "\"shape\":[6,4]");
+  set_file_text(file, other_header);
+  expect_bad({file + ", tensor 'rows': the file's header says otherwise than the manifest"});
+  unlink(file.c_str());
+  expect_bad({file});
+  set_file_text(file, good);
+  set_file_text(path + "/stray.safetensors", good);
+  expect_bad({"/stray.safetensors: is not in the manifest"});
+  unlink((path + "/stray.safetensors").c_str());
+  auto manifest = file_text(path + "/manifest.json");
+  manifest[manifest.size() / 2] ^= 1;
+  set_file_text(path + "/manifest.json", manifest);
+  expect_bad({"/manifest.json: is damaged"});
+}
+
+TEST(Verify, SaysThatFilesOfOthersHaveNoChecksums) {
+  const auto path = saved();
+  converted({path, path + "_hf"});
+  const auto ended = run({"verify", path + "_hf"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(contains(ended.output, "\nnote "));
+  EXPECT_TRUE(contains(ended.output, "have no checksums"));
+  const auto file = path + "_hf/model.safetensors";
+  truncate(file.c_str(), static_cast<off_t>(file_text(file).size() - 1));
+  const auto cut = run({"verify", path + "_hf"});
+  EXPECT_EQ(cut.exit_code, 1);
+  EXPECT_TRUE(contains(cut.output, "/model.safetensors, tensor '"));
+  EXPECT_TRUE(contains(cut.output, "\nresult    1 problem; "));
+}
+
+/// Tensors as the samples have them; a full model has no values.
+void expect_tensors(const std::string& path) {
+  run_ranks(3, [&](int) {
+    auto state = make_state(samples_1d(), world_mesh(), 0);
+    load(state, path, {.strict = false});
+    state.set("step", kSeed);
+    expect_state(state, samples_1d(), kSeed);
+  });
+}
+
+TEST(Convert, ToFullAndBackBitForBit) {
+  const auto path = saved();
+  EXPECT_TRUE(contains(converted({path, path + "_one"}), "note      1 value left out"));
+  EXPECT_EQ(detail::list_folder(path + "_one"), (std::vector<std::string>{"model.safetensors"}));
+  converted({path, path + "_many", "--files-of", "200B"});
+  EXPECT_GT(detail::list_folder(path + "_many").size(), 3u);
+  converted({path + "_many", path + "_back", "--format", "sharded", "--ranks", "3"});
+  EXPECT_EQ(detail::list_folder(path + "_back").size(), 4u);
+  converted({path, path + "_other", "--format", "sharded"});
+  EXPECT_EQ(inspected(path + "_other")["values"]["step"], kSeed);
+  for (const auto* end : {"_one", "_one/model.safetensors", "_many", "_back", "_other"}) {
+    SCOPED_TRACE(end);
+    expect_good(path + end);
+    expect_tensors(path + end);
+  }
+  EXPECT_TRUE(leftovers(path.substr(0, path.rfind('/'))).empty());
+}
+
+TEST(Convert, ChangesDtypesAndNames) {
+  const auto path = saved();
+  converted(
+      {path, path + "_bf16", "--dtype", "bf16", "--only", "rows|cols|plain|few", "--rename",
+       "(r|c)(ow|ol)s=$1.$2", "--rename", "few=less"});
+  const auto json = inspected(path + "_bf16");
+  std::map<std::string, std::string> dtypes;
+  for (const auto& tensor : json["tensors"]) {
+    dtypes[tensor["name"]] = tensor["dtype"];
+  }
+  const std::map<std::string, std::string> expected{
+      {"r.ow", "BF16"}, {"c.ol", "BF16"}, {"plain", "I64"}, {"less", "BF16"}};
+  EXPECT_EQ(dtypes, expected);
+  StateDict state;
+  state.insert("r.ow", torch::zeros({13, 6}, torch::kBFloat16));
+  load(state, path + "_bf16");
+  EXPECT_SAME(
+      std::get<at::Tensor>(state.at("r.ow")),
+      sample_values(samples_1d()[0], kSeed).to(torch::kBFloat16));
+}
+
+TEST(Convert, RefusesWhatMakesNoSense) {
+  const auto path = saved();
+  const auto refused = [&](std::vector<std::string> more, const std::string& part, int code = 2) {
+    more.insert(more.begin(), {"convert", path});
+    const auto ended = run(more);
+    EXPECT_EQ(ended.exit_code, code) << ended.output;
+    EXPECT_TRUE(contains(ended.output, part));
+  };
+  const auto out = path + "_out";
+  refused({out, "--ranks", "2"}, "--ranks 2: goes with --format sharded");
+  refused({out, "--format", "sharded", "--files-of", "1GB"}, "--files-of: goes with --format full");
+  refused({out, "--rename", "rows"}, "--rename 'rows': has to be FROM=TO");
+  refused({out, "--rename", "(=x"}, "is no regular expression");
+  refused({out, "--rename", "r.*|c.*=same_name"}, "two names become 'same_name'");
+  refused({out, "--only", "nobody"}, "no tensor of ");
+  refused({out + ".safetensors"}, "name it without .safetensors");
+  EXPECT_FALSE(detail::path_exists(out));
+  refused({path, "--format", "sharded"}, "is there already", 4);
+  converted({path, path, "--format", "sharded", "--overwrite"}); // in place
+  expect_tensors(path);
+  // What is damaged is not carried on.
+  const auto piece = inspected(path)["tensors"][0]["pieces"][0];
+  auto text = file_text(path + "/rank_00000.safetensors");
+  text[piece["offset"].get<size_t>()] ^= 1;
+  set_file_text(path + "/rank_00000.safetensors", text);
+  refused({out}, "tensor 'rows': bytes ", 4);
+  EXPECT_FALSE(detail::path_exists(out));
+}
+
+} // namespace
+} // namespace fsdp::test
