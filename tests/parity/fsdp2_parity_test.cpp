@@ -140,7 +140,7 @@ testing::AssertionResult matches(
   if (actual.sizes() != other.sizes()) {
     return testing::AssertionFailure() << "is not of sizes " << other.sizes();
   }
-  if (torch::allclose(actual, other, tolerance, 1e-6)) {
+  if (torch::allclose(actual, other, tolerance, 5e-6)) {
     return testing::AssertionSuccess();
   }
   return testing::AssertionFailure()
