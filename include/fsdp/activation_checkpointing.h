@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <typeinfo>
 #include <utility>
@@ -30,6 +31,9 @@ class FunctionAgain {
   }
   template <class... P>
   auto call(P&&... args) const {
+    using Nothing = std::tuple<>;
+    [[maybe_unused]] const std::conditional_t<
+        std::is_nothrow_invocable_v<F&, P...>, RunsToTheEnd, Nothing> whole{};
     auto function = function_; // it may change itself
     return std::invoke(function, static_cast<P&&>(args)...);
   }

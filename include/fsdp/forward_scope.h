@@ -23,6 +23,7 @@ struct ForwardHook {
   using AtOutputs = std::function<void(const Tensors& outputs)>;
 
   std::string name;
+  bool divides = false; // the module's parameters, too: not only inputs and outputs
   /// Given the inputs of each call. What it returns, if anything, is given the
   /// outputs, and destroyed when the call has ended, by an exception too. Both
   /// may replace the tensors.

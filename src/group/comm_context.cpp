@@ -89,7 +89,8 @@ std::shared_ptr<ForwardRecord> CommContext::forward_before(const ForwardRecord& 
   }
   for (size_t i = record.index; i > 0; --i) {
     if (auto before = order_[i - 1].lock()) {
-      return before;
+      // Microbatches may go first in, first out; then its turn is over.
+      return before->backwards < record.backwards ? before : nullptr;
     }
   }
   return nullptr;

@@ -18,21 +18,27 @@ namespace fsdp::detail {
 // ------------------------------------------------------------ Initialization
 
 void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh) {
+  const auto spread = Spread::find(spec.param);
   const auto& group = mesh.shard_group;
-  (void)shard_geometry(
-      spec.name, spec.param.sizes().vec(), spec.shard_dim, group.size(), group.rank());
+  try {
+    // The pieces of the others too, so that all ranks refuse what one cannot do.
+    std::vector<std::vector<int64_t>> pieces{spec.param.sizes().vec()};
+    if (spread) {
+      pieces = spread->piece_sizes();
+    }
+    for (const auto& sizes : pieces) {
+      (void)shard_geometry(spec.name, sizes, spec.shard_dim, group.size(), group.rank());
+    }
+    (void)placed_over(mesh, spec.shard_dim, spec.param.sizes().vec(), spread.get());
+  } catch (c10::Error& error) {
+    error.add_context(c10::str(
+        "parameter '", spec.name, "', over ", (mesh.whole ? mesh.whole->mesh : mesh.mesh).str()));
+    throw;
+  }
   TORCH_CHECK_NOT_IMPLEMENTED(
       spec.param.is_contiguous(), "[fully_shard] does not support non-contiguous parameters: '",
       spec.name, "' has sizes ", spec.param.sizes(), " and strides ", spec.param.strides(),
       "; call contiguous() on it first");
-  try {
-    const auto spread = Spread::find(spec.param);
-    (void)placed_over(mesh, spec.shard_dim, spec.param.sizes().vec(), spread.get());
-  } catch (const c10::ValueError& error) {
-    TORCH_CHECK_VALUE(
-        false, "[fully_shard] parameter '", spec.name, "' does not go with ",
-        (mesh.whole ? mesh.whole->mesh : mesh.mesh).str(), ": ", error.what_without_backtrace());
-  }
 }
 
 FSDPParamGroup::FSDPParamGroup(

@@ -117,7 +117,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   // ---- Gather
 
   /// Starts the all-gather, unless one is pending or the group is unsharded.
-  void unshard(bool async_op = false);
+  void unshard(bool async_op = false, bool for_recomputation = false);
   /// Completes it: the parameters show their unsharded face. Nothing to do
   /// where nothing is pending.
   void wait_for_unshard();

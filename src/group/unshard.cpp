@@ -26,13 +26,13 @@ auto in_extension(const char* function, const FSDPParam& param, F call) {
 
 } // namespace
 
-void FSDPParamGroup::unshard(bool async_op) {
+void FSDPParamGroup::unshard(bool async_op, bool for_recomputation) {
   if ((pending_ || (is_unsharded() && !maybe_outdated_)) && !was_changed()) {
     return;
   }
   drop_pending(); // outdated
   record_event(EventLog::Kind::Unshard, name_, training_state);
-  if (!unshard_in_backward && training_state == TrainingState::PreBackward) {
+  if (!unshard_in_backward && !for_recomputation && training_state == TrainingState::PreBackward) {
     return;
   }
   const Range range("all_gather", label_);

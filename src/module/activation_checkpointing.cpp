@@ -43,17 +43,25 @@ void refuse_arguments(const torch::nn::Module& module) {
 
 } // namespace detail
 
-void apply_activation_checkpointing(ModuleRef module, const ActivationCheckpointOptions& options) {
-  auto* hookable = dynamic_cast<Hookable*>(&*module);
+namespace {
+
+Hookable& hooked(torch::nn::Module& module) {
+  auto* hookable = dynamic_cast<Hookable*>(&module);
   TORCH_CHECK_VALUE(
-      hookable, "[apply_activation_checkpointing] ", detail::type_name(*module),
+      hookable, "[apply_activation_checkpointing] ", detail::type_name(module),
       " is not hooked, so its calls cannot be intercepted. Declare its holder with FSDP_MODULE "
       "instead of TORCH_MODULE, take the one of fsdp::nn, or call it by fsdp::checkpoint(module, "
       "args...)");
   TORCH_CHECK_VALUE(
-      hookable->fsdp_has_forward(), "[apply_activation_checkpointing] ", detail::type_name(*module),
+      hookable->fsdp_has_forward(), "[apply_activation_checkpointing] ", detail::type_name(module),
       " has no forward; choose its elements");
-  hookable->fsdp_checkpoint = options;
+  return *hookable;
+}
+
+} // namespace
+
+void apply_activation_checkpointing(ModuleRef module, const ActivationCheckpointOptions& options) {
+  hooked(*module).fsdp_checkpoint = options;
 }
 
 size_t apply_activation_checkpointing(
@@ -61,12 +69,15 @@ size_t apply_activation_checkpointing(
     const std::function<bool(const std::string& name, torch::nn::Module& module)>& choose,
     const ActivationCheckpointOptions& options) {
   TORCH_CHECK_VALUE(choose, "[apply_activation_checkpointing] needs a function that chooses");
-  std::unordered_set<const torch::nn::Module*> chosen;
+  std::unordered_set<Hookable*> chosen; // all are checked before one is changed
   detail::walk(*root, [&](const std::string& name, torch::nn::Module& module) {
-    if (choose(name, module) && chosen.insert(&module).second) {
-      apply_activation_checkpointing(module, options);
+    if (choose(name, module)) {
+      chosen.insert(&hooked(module));
     }
   });
+  for (auto* each : chosen) {
+    each->fsdp_checkpoint = options;
+  }
   return chosen.size();
 }
 

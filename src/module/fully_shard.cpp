@@ -171,6 +171,17 @@ void move_buffers(const std::vector<ModuleRef>& modules, c10::Device device) {
   }
 }
 
+/// Calls; what it throws says for whom.
+template <class F>
+auto on_behalf_of(const std::string& whom, F call) {
+  try {
+    return call();
+  } catch (c10::Error& error) {
+    error.add_context(whom);
+    throw;
+  }
+}
+
 /// One group per mesh, in the order in which these come up.
 FSDPState::Groups make_groups(
     const std::vector<Candidate>& params,
@@ -181,8 +192,9 @@ FSDPState::Groups make_groups(
   for (const auto& [param_name, param] : params) {
     const auto placement =
         options.shard_placement_fn ? options.shard_placement_fn(param_name, param) : std::nullopt;
-    const auto over =
-        placement && placement->mesh ? detail::DataParallelMesh(*placement->mesh) : mesh;
+    const auto over = on_behalf_of("parameter '" + param_name + "' of " + name, [&] {
+      return placement && placement->mesh ? detail::DataParallelMesh(*placement->mesh) : mesh;
+    });
     auto found = std::find_if(by_mesh.begin(), by_mesh.end(), [&](const auto& item) {
       return item.first.shard_group == over.shard_group &&
              item.first.replicate_group == over.replicate_group;
@@ -235,16 +247,6 @@ FSDPModule manage(
     detail::check_members(*module);
   }
   const auto roots = outermost(modules);
-  const auto params = unmanaged_params(roots, options);
-  const auto device_mesh = mesh_of(options, params);
-  const auto& dims = options.dp_mesh_dims;
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !dims || !options.reshard_after_forward.is_number(),
-      "[fully_shard] reshard_after_forward as int is not supported with dp_mesh_dims");
-  const auto mesh = replicated ? detail::DataParallelMesh::replicated(device_mesh, dims)
-                               : detail::DataParallelMesh(device_mesh, dims);
-  const auto device = detail::current_device(device_mesh.device_type());
-  (void)options.reshard_after_forward.ranks(mesh.shard_group.size()); // without parameters too
   std::vector<std::string> types;
   std::vector<const void*> addresses;
   for (const auto& root : roots) {
@@ -252,6 +254,18 @@ FSDPModule manage(
     addresses.push_back(&*root);
   }
   const auto name = detail::join(types);
+  const auto params = unmanaged_params(roots, options);
+  const auto device_mesh = mesh_of(options, params);
+  const auto& dims = options.dp_mesh_dims;
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !dims || !options.reshard_after_forward.is_number(),
+      "[fully_shard] reshard_after_forward as int is not supported with dp_mesh_dims");
+  const auto mesh = on_behalf_of(name, [&] {
+    return replicated ? detail::DataParallelMesh::replicated(device_mesh, dims)
+                      : detail::DataParallelMesh(device_mesh, dims);
+  });
+  const auto device = detail::current_device(device_mesh.device_type());
+  (void)options.reshard_after_forward.ranks(mesh.shard_group.size()); // without parameters too
   check_precision(options.mp_policy, name);
   auto groups = make_groups(params, mesh, options, name);
   move_buffers(roots, device);

@@ -16,11 +16,11 @@
 
 namespace fsdp::detail {
 
-namespace {
-
 std::string joined(const std::string& outer, const std::string& inner) {
   return outer.empty() ? inner : outer + "." + inner;
 }
+
+namespace {
 
 void walk_from(
     const std::string& name,

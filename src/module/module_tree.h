@@ -13,6 +13,9 @@
 
 namespace fsdp::detail {
 
+/// "outer.inner", or "inner" alone.
+std::string joined(const std::string& outer, const std::string& inner);
+
 /// Calls `visit(name, module)` for `root` ("") and the modules below it, in
 /// order; one that is registered twice is visited twice.
 void walk(

@@ -34,15 +34,13 @@ at::Tensor move_local(
 
 // Note [Inputs that several modules share]
 //
-// wq(x), wk(x), wv(x): each of the three wants the same of x, and their gradients
-// of it are to be summed over the ranks. So the last input that was moved is
-// remembered, weakly, with what became of it: while that is in memory x is not
-// gathered again, and gradients are added up before one reduction. Where x itself
-// was gathered as the input of the module around them, and is only handed on
-// here, with gradients that are summed, those bypass it: one reduce-scatter,
-// where they would have been all-reduced first, and cut to pieces then.
-//
-// All ranks run the same program, so they agree on what they find here.
+// wq(x), wk(x), wv(x): their gradients of x are to be summed over the ranks. So
+// the last input that was handed on is remembered, weakly, with its node in the
+// graph, and gradients are added up there before one reduction. Where x itself was
+// gathered as the input of the module around them, they bypass it: one
+// reduce-scatter, where they would have been all-reduced first, and cut to pieces
+// then. An x that has to be gathered for each of the three is gathered three
+// times: PrepareModuleInput of the module around them does it once.
 
 /// The same for a module's input.
 at::Tensor move_input(const at::Tensor& local, const LocalMove& move, const MoveLabel& label);
@@ -50,6 +48,9 @@ at::Tensor move_input(const at::Tensor& local, const LocalMove& move, const Move
 /// Takes note that `mesh` divides tensors along `dim`, of `length`, unevenly, if
 /// so: then a part's length does not say any more how long the whole is.
 void note_division(const DeviceMesh& mesh, int64_t dim, int64_t length);
+
+/// Whether activations can be placed so: not strided, sums only.
+bool can_move(const Placement& placement);
 
 /// "mesh axis 'tp' of DeviceMesh(cpu, tp=2)": for messages. Of one axis.
 std::string axis_text(const DeviceMesh& mesh);

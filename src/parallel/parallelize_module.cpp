@@ -59,7 +59,7 @@ class Search {
     for (const auto& child : module.named_children()) {
       if (fnmatch(parts_[depth].c_str(), child.key().c_str(), 0) == 0) {
         any = true;
-        descend(name.empty() ? child.key() : name + "." + child.key(), *child.value(), depth + 1);
+        descend(detail::joined(name, child.key()), *child.value(), depth + 1);
       }
     }
     if (!any && (where_it_ends_.empty() || depth > deepest_)) {
@@ -100,18 +100,24 @@ std::vector<Target> targets_of(
     torch::nn::Module& root, const DeviceMesh& mesh, const ParallelPlan& plan) {
   std::vector<Target> targets;
   std::set<const torch::nn::Module*> divided;
+  std::set<std::pair<const torch::nn::Module*, std::string>> prepared;
   for (const auto& [path, style] : plan.entries()) {
     const Search search(root, mesh, path);
     for (const auto& at : search.found()) {
       for (const auto& hook : hooked(at).fsdp_hooks) {
         TORCH_CHECK_VALUE(
-            !divides(style) || !divides(hook), kTag, at.text(),
+            !divides(style) || !hook.divides, kTag, at.text(),
             " has been parallelized already, by ", hook.name, ", and cannot be again, over ",
             detail::axis_text(mesh));
       }
       TORCH_CHECK_VALUE(
           !divides(style) || divided.insert(at.module).second, kTag, at.text(),
           " is parallelized by two entries of the plan for ", detail::axis_text(mesh));
+      for (const auto* side : detail::prepared_sides(style)) {
+        TORCH_CHECK_VALUE(
+            prepared.emplace(at.module, side).second, kTag, "the ", side, " of ", at.text(),
+            " is prepared by two entries of the plan for ", detail::axis_text(mesh));
+      }
       targets.push_back({at, &style, detail::param_divisions(at, style)});
     }
   }
@@ -144,6 +150,11 @@ Divisions check_divisions(const std::vector<Target>& targets) {
   for (const auto& [at, style, divisions] : targets) {
     for (const auto& division : divisions) {
       check_dividable(at, division.name, division.param, {division.placement});
+      const auto known = Spread::find(division.param);
+      TORCH_CHECK_VALUE(
+          !known || !known->sums_grads || division.sum_grads, kTag, "the gradient of parameter '",
+          division.name, "' is summed over ", detail::axis_text(at.mesh),
+          " already, for a module that has part of the sequence; ", at.text(), " has all of it");
       const auto& other =
           *all.emplace(division.param.unsafeGetTensorImpl(), &division).first->second;
       TORCH_CHECK_VALUE(
@@ -169,7 +180,7 @@ void check_shared(
   detail::walk(root, [&](const std::string& name, torch::nn::Module& module) {
     const auto* hookable = dynamic_cast<const Hookable*>(&module);
     for (size_t i = 0; hookable && i < hookable->fsdp_hooks.size(); ++i) {
-      if (divides(hookable->fsdp_hooks[i])) { // by an earlier plan
+      if (hookable->fsdp_hooks[i].divides) { // by an earlier plan
         told.insert(&module);
       }
     }
@@ -177,9 +188,9 @@ void check_shared(
       const auto found = divisions.find(item.value().unsafeGetTensorImpl());
       TORCH_CHECK_VALUE(
           found == divisions.end() || told.count(&module), kTag, "parameter '",
-          name.empty() ? item.key() : name + "." + item.key(), "' is shared with '",
-          found->second->name, "', which ", detail::axis_text(targets.front().at.mesh),
-          " is to place as ", to_string(found->second->placement),
+          detail::joined(name, item.key()), "' is shared with '", found->second->name, "', which ",
+          detail::axis_text(targets.front().at.mesh), " is to place as ",
+          to_string(found->second->placement),
           ". Put both modules into one plan, with styles that agree: RowwiseParallel of an "
           "Embedding and ColwiseParallel of a Linear do");
     }
@@ -231,9 +242,10 @@ Spreads divide(const Target& target) {
     if (!known) {
       const auto sizes = division.param.sizes().vec();
       known = spread(division.param, division.name, {target.at.mesh, {division.placement}, sizes});
-      if (division.sum_grads) {
-        sum_gradients(division, target.at.mesh);
-      }
+    }
+    if (division.sum_grads && !known->sums_grads) {
+      sum_gradients(division, target.at.mesh);
+      known->sums_grads = true;
     }
     spreads.push_back(std::move(known));
   }

@@ -90,12 +90,9 @@ std::vector<int64_t> whole_sizes(
 // ------------------------------------------------------------ Checks
 
 void check_placement(const Placement& placement, const LocalMove& move, const MoveLabel& label) {
-  const auto* partial = std::get_if<Partial>(&placement);
   TORCH_CHECK_VALUE(
-      !std::holds_alternative<StridedShard>(placement) &&
-          (!partial || partial->op.kind() == ReduceOp::Sum),
-      label.what, " cannot be placed ", to_string(placement), " on ", axis_text(move.mesh),
-      ": take Replicate, Shard or Partial (a sum)");
+      can_move(placement), label.what, " cannot be placed ", to_string(placement), " on ",
+      axis_text(move.mesh), ": take Replicate, Shard or Partial (a sum)");
 }
 
 /// With dims that are not negative, and the gradient's placement filled in.
@@ -143,85 +140,36 @@ Conversion conversion_of(
 
 // ------------------------------------------------------------ Inputs
 
-/// See Note [Inputs that several modules share]. What the result was is told by its
-/// memory: of the tensor itself, autograd may have kept no more than a view.
+/// See Note [Inputs that several modules share].
 struct LastInput {
   WeakTensor source;
   int64_t source_version;
   const c10d::Backend* group; // compared only: a mesh would keep its groups alive
-  Placement from, to, grad;
-  bool has_node;
   WeakNodePtr node;
-  c10::weak_intrusive_ptr<c10::StorageImpl> memory;
-  std::vector<int64_t> sizes;
-  c10::VariableVersion version;
-  uint32_t version_then;
 };
 thread_local std::optional<LastInput> last_input;
 
-bool is_last(const LastInput& last, const at::Tensor& source, const LocalMove& move) {
-  return last.source.lock().get() == source.unsafeGetTensorImpl() &&
-         last.source_version == source._version() && last.has_node == needs_grad(source) &&
-         last.group == move.mesh.get_group().backend().get() && last.from == move.from &&
-         last.to == move.to && last.grad == *move.grad &&
-         last.version.current_version() == last.version_then;
-}
-
-/// What became of the last input, if this is the one; else undefined.
-at::Tensor find_last(const at::Tensor& source, const LocalMove& move) {
-  if (!last_input || source.is_inference() || !is_last(*last_input, source, move)) {
-    return {};
-  }
-  const auto node = last_input->node.lock();
-  auto memory = last_input->memory.lock();
-  if (!memory || (last_input->has_node && !node)) {
-    return {};
-  }
-  if (source.storage().unsafeGetStorageImpl() == memory.get()) {
-    return node ? view_behind(source, node) : source;
-  }
-  at::NoGradGuard no_grad;
-  auto result = at::empty({0}, source.options());
-  result.set_(c10::Storage(std::move(memory)), 0, last_input->sizes, {});
-  result.unsafeGetTensorImpl()->set_version_counter(last_input->version);
-  if (node) {
-    autograd::set_history(result, node);
-  }
-  return result;
-}
-
-void remember(
-    const at::Tensor& source,
-    const at::Tensor& result,
-    const LocalMove& move,
-    const NodePtr& node) {
-  if (source.is_inference() || result.is_inference()) {
-    return;
-  }
-  const auto& version = result.unsafeGetTensorImpl()->version_counter();
-  last_input.emplace(LastInput{
-      .source = WeakTensor(source.getIntrusivePtr()),
-      .source_version = source._version(),
-      .group = move.mesh.get_group().backend().get(),
-      .from = move.from,
-      .to = move.to,
-      .grad = *move.grad,
-      .has_node = needs_grad(source),
-      .node = weak_node(node),
-      .memory = result.storage().getWeakStorageImpl(),
-      .sizes = result.sizes().vec(),
-      .version = version,
-      .version_then = version.current_version()});
+/// The node behind which the same input was put last, if it is the same; else null.
+NodePtr find_last(const at::Tensor& source, const LocalMove& move) {
+  const bool is_last = last_input &&
+                       last_input->source.lock().get() == source.unsafeGetTensorImpl() &&
+                       last_input->source_version == source._version() &&
+                       last_input->group == move.mesh.get_group().backend().get();
+  return is_last ? last_input->node.lock() : NodePtr();
 }
 
 /// What gathered this input of the module around, if it may be bypassed.
-const ConversionNode* gathered_by(const at::Tensor& input, const LocalMove& move) {
-  const auto* node = dynamic_cast<const ConversionNode*>(input.grad_fn().get());
+ConversionNode* gathered_by(const at::Tensor& input, const LocalMove& move) {
+  auto* node = dynamic_cast<ConversionNode*>(input.grad_fn().get());
   const bool fits = node && node->conversion().of_input && node->conversion().mesh == move.mesh &&
                     move.from == Placement(Replicate{}) && move.to == Placement(Replicate{}) &&
                     node->conversion().grad.from == Placement(Replicate{}) &&
                     move.grad == Placement(Partial{});
-  return fits ? node : nullptr;
+  // Whoever looks at its gradient wants to see all of it.
+  return fits && node->tensor_pre_hooks().empty() && node->pre_hooks().empty() &&
+                 node->retains_grad_hooks().empty()
+             ? node
+             : nullptr;
 }
 
 } // namespace
@@ -243,8 +191,14 @@ at::Tensor move_input(const at::Tensor& local, const LocalMove& asked, const Mov
   if (is_nothing(move)) {
     return local;
   }
-  if (auto found = find_last(local, move); found.defined()) {
-    return found;
+  // Values that have to move do so at every call: what is still in memory may
+  // differ from rank to rank.
+  const bool only_grads = move.from == move.to;
+  if (only_grads && !needs_grad(local)) {
+    return local;
+  }
+  if (auto node = only_grads ? find_last(local, move) : NodePtr()) {
+    return view_behind(local, node);
   }
   const auto* gathered = needs_grad(local) ? gathered_by(local, move) : nullptr;
   auto conversion = conversion_of(move, whole_sizes(local, move, label, {}), label);
@@ -254,7 +208,13 @@ at::Tensor move_input(const at::Tensor& local, const LocalMove& asked, const Mov
   }
   const auto node = node_of(conversion, gathered ? gathered->next_edges() : edges_of(local));
   auto result = convert_behind(local, conversion, node);
-  remember(local, result, move, node);
+  if (only_grads) {
+    last_input.emplace(LastInput{
+        .source = WeakTensor(local.getIntrusivePtr()),
+        .source_version = local._version(),
+        .group = move.mesh.get_group().backend().get(),
+        .node = weak_node(node)});
+  }
   return result;
 }
 
@@ -268,6 +228,12 @@ void note_division(const DeviceMesh& mesh, int64_t dim, int64_t length) {
   const auto place = unevenly.try_emplace(
       group.backend().get(), Divided{c10::weak_intrusive_ptr(group.backend()), {}});
   place.first->second.dims.insert(dim);
+}
+
+bool can_move(const Placement& placement) {
+  const auto* partial = std::get_if<Partial>(&placement);
+  return !std::holds_alternative<StridedShard>(placement) &&
+         (!partial || partial->op.kind() == ReduceOp::Sum);
 }
 
 std::string axis_text(const DeviceMesh& mesh) {

@@ -58,8 +58,10 @@ int64_t whole_size(const at::Tensor& param, int64_t dim) {
 template <class Style>
 ForwardHook hook_of(std::string name, Style style) {
   return {
-      std::move(name), [style = std::make_shared<const Style>(std::move(style))](
-                           const Tensors& inputs) { return style->begin(inputs); }};
+      .name = std::move(name),
+      .begin = [style = std::make_shared<const Style>(std::move(style))](const Tensors& inputs) {
+        return style->begin(inputs);
+      }};
 }
 
 // ------------------------------------------------------------ Colwise
@@ -241,12 +243,9 @@ Preparation output_of(const StyledModule& at, const Style& style) {
 // ------------------------------------------------------------ Which style does what
 
 void check_layout(const StyledModule& at, const char* field, const Placement& layout) {
-  const auto* partial = std::get_if<Partial>(&layout);
   TORCH_CHECK_VALUE(
-      !std::holds_alternative<StridedShard>(layout) &&
-          (!partial || partial->op.kind() == ReduceOp::Sum),
-      kTag, field, " of ", at.text(), " is ", to_string(layout), ", which ", axis_text(at.mesh),
-      " cannot do: take Replicate, Shard or Partial (a sum)");
+      can_move(layout), kTag, field, " of ", at.text(), " is ", to_string(layout), ", which ",
+      axis_text(at.mesh), " cannot do: take Replicate, Shard or Partial (a sum)");
 }
 
 using Divisions = std::vector<ParamDivision>;
@@ -254,8 +253,7 @@ using Divisions = std::vector<ParamDivision>;
 Divisions divisions(const StyledModule& at, const Placement& weight, const Placement& bias) {
   Divisions result;
   for (const auto& [name, param] : named_parameters(*at.module)) {
-    result.push_back(
-        {at.name.empty() ? name : at.name + "." + name, param, name == "bias" ? bias : weight});
+    result.push_back({joined(at.name, name), param, name == "bias" ? bias : weight});
   }
   return result;
 }
@@ -341,17 +339,24 @@ struct HooksOf {
     return {hook_of("SequenceParallel", Sequence{at, style.sequence_dim})};
   }
   Hooks operator()(const PrepareModuleInput& style) const {
-    return {hook_of("PrepareModuleInput", input_of(at, style).with_labels())};
+    return prepared("PrepareModuleInput", {input_of(at, style)});
   }
   Hooks operator()(const PrepareModuleOutput& style) const {
-    return {hook_of("PrepareModuleOutput", output_of(at, style).with_labels())};
+    return prepared("PrepareModuleOutput", {output_of(at, style)});
   }
   Hooks operator()(const PrepareModuleInputOutput& style) const {
+    return prepared("PrepareModuleInputOutput", {input_of(at, style), output_of(at, style)});
+  }
+
+ private:
+  /// None for those that prepare nothing.
+  static Hooks prepared(const char* style, std::vector<Preparation> preparations) {
     Hooks hooks;
-    if (!style.input_layouts.each().empty()) {
-      hooks.push_back(hook_of("PrepareModuleInputOutput", input_of(at, style).with_labels()));
+    for (auto& each : preparations) {
+      if (!each.from.each().empty()) {
+        hooks.push_back(hook_of(style, std::move(each).with_labels()));
+      }
     }
-    hooks.push_back(hook_of("PrepareModuleInputOutput", output_of(at, style).with_labels()));
     return hooks;
   }
 };
@@ -373,12 +378,24 @@ bool divides(const ParallelStyle& style) {
          std::holds_alternative<SequenceParallel>(style);
 }
 
-bool divides(const ForwardHook& hook) {
-  return !hook.name.starts_with("Prepare");
+std::vector<const char*> prepared_sides(const ParallelStyle& style) {
+  if (std::holds_alternative<PrepareModuleInput>(style)) {
+    return {"input"};
+  }
+  if (std::holds_alternative<PrepareModuleOutput>(style)) {
+    return {"output"};
+  }
+  return std::holds_alternative<PrepareModuleInputOutput>(style)
+             ? std::vector<const char*>{"input", "output"}
+             : std::vector<const char*>{};
 }
 
 std::vector<ForwardHook> forward_hooks(const StyledModule& at, const ParallelStyle& style) {
-  return std::visit(HooksOf{at}, style);
+  auto hooks = std::visit(HooksOf{at}, style);
+  for (auto& hook : hooks) {
+    hook.divides = divides(style);
+  }
+  return hooks;
 }
 
 } // namespace fsdp::detail

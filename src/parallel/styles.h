@@ -36,6 +36,7 @@ std::vector<ForwardHook> forward_hooks(const StyledModule& at, const ParallelSty
 /// Whether a style does something to parameters, or only prepares inputs and
 /// outputs. Of the first kind a module has one at most.
 bool divides(const ParallelStyle& style);
-bool divides(const ForwardHook& hook);
+/// Which of "input" and "output" it moves, as one that only prepares.
+std::vector<const char*> prepared_sides(const ParallelStyle& style);
 
 } // namespace fsdp::detail

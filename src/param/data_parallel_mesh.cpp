@@ -33,12 +33,11 @@ void check(const DeviceMesh& mesh, const DataParallelMeshDims& dims) {
     for (const auto& name : *names) {
       const auto& known = mesh.names();
       TORCH_CHECK_VALUE(
-          std::find(known.begin(), known.end(), name) != known.end(),
-          "[fully_shard] the axis '", name, "' of dp_mesh_dims is not found in mesh.mesh_dim_names: ",
-          mesh.str());
+          std::find(known.begin(), known.end(), name) != known.end(), "[fully_shard] the axis '",
+          name, "' of dp_mesh_dims is not found in mesh.mesh_dim_names: ", mesh.str());
       TORCH_CHECK_VALUE(
-          std::find(seen.begin(), seen.end(), name) == seen.end(), "[fully_shard] dp_mesh_dims names '",
-          name, "' twice");
+          std::find(seen.begin(), seen.end(), name) == seen.end(),
+          "[fully_shard] dp_mesh_dims names '", name, "' twice");
       seen.push_back(name);
     }
   }

@@ -6,6 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "mesh/mesh_layout.h"
 #include "tensor/shard_layout.h"
 
 namespace fsdp::detail {
@@ -34,6 +35,15 @@ std::shared_ptr<Spread> Spread::find(const at::Tensor& tensor) {
   std::lock_guard lock(table_mutex);
   const auto found = table.find(tensor.unsafeGetTensorImpl());
   return found == table.end() ? nullptr : found->second->weak_from_this().lock();
+}
+
+std::vector<std::vector<int64_t>> Spread::piece_sizes() const {
+  std::vector<std::vector<int64_t>> sizes;
+  for (int64_t i = 0; i < spec_.mesh.size(); ++i) {
+    sizes.push_back(local_sizes(
+        spec_.sizes, spec_.placements, spec_.mesh.shape(), grid_coordinate(spec_.mesh.shape(), i)));
+  }
+  return sizes;
 }
 
 at::Tensor Spread::piece_of(const at::Tensor& whole) const {

@@ -36,8 +36,14 @@ class Spread : public std::enable_shared_from_this<Spread> {
   const TensorSpec& spec() const {
     return spec_;
   }
+  /// Sizes of the pieces of all ranks of the mesh.
+  std::vector<std::vector<int64_t>> piece_sizes() const;
   /// This rank's piece of a tensor that every rank has. No communication.
   at::Tensor piece_of(const at::Tensor& whole) const;
+
+  /// Whether what arrives at the parameter is one rank's term of its gradient, and
+  /// is summed there.
+  bool sums_grads = false;
 
  private:
   const at::Tensor param_; // its address is not given to another one

@@ -36,13 +36,14 @@ std::function<void()> FSDPState::backward_hook(bool partial) {
   };
 }
 
-void FSDPState::pre_backward(const ForwardRecord& record, uint64_t version, bool partial) {
+void FSDPState::pre_backward(ForwardRecord& record, uint64_t version, bool partial) {
   const bool replaced = std::any_of(
       groups_.begin(), groups_.end(), [](const auto& group) { return group->was_changed(); });
   TORCH_CHECK(
       version == shard_version() && !replaced, "[fully_shard] parameters of '", name_,
       "' were modified (an optimizer step, for example) between its forward and its backward, "
       "which would compute gradients of something else; run forward again after the step");
+  ++record.backwards;
   if (partial) {
     queue_partial_callback();
   } else {

@@ -75,10 +75,10 @@ void FSDPState::pre_forward(const void* module) {
   running_.push_back(module);
   if (training_state_ == TrainingState::PreBackward) {
     // Recomputed in backward, which has gathered; but a backward through
-    // another forward of this module may have freed since.
+    // another forward of this module may have freed since, or need nothing.
     entering_ = false;
     for (const auto& group : groups_) {
-      group->unshard();
+      group->unshard(/*async_op=*/false, /*for_recomputation=*/true);
       group->wait_for_unshard();
     }
     return;

@@ -125,7 +125,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
 
   // Backward
   std::function<void()> backward_hook(bool partial);
-  void pre_backward(const ForwardRecord& record, uint64_t shard_version, bool partial);
+  void pre_backward(ForwardRecord& record, uint64_t shard_version, bool partial);
   void prefetch_for_backward(const ForwardRecord& record);
   void post_backward();
   void queue_final_callback();

@@ -175,6 +175,8 @@ void FSDPState::log_groups(const std::vector<std::shared_ptr<FSDPState>>& states
 }
 
 void FSDPState::share_comm(const FSDPState& first) {
+  first.comm_->max_input_buffers =
+      std::max(first.comm_->max_input_buffers, comm_->max_input_buffers);
   for (const auto& state : states_below()) {
     state->comm_ = first.comm_;
     for (const auto& group : state->groups_) {

@@ -21,8 +21,8 @@ torch::Tensor random(uint64_t seed, at::IntArrayRef sizes) {
   return torch::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed));
 }
 
-DeviceMesh world_mesh() {
-  return init_device_mesh(torch::kCPU, {get_world_size()});
+DataParallelMesh world_mesh() {
+  return DataParallelMesh(init_device_mesh(torch::kCPU, {get_world_size()}));
 }
 
 /// A group of parameters with seeded values, and those values.

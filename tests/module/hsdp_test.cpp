@@ -1,4 +1,5 @@
 // Replicas: of shards (HSDP), and of whole parameters (replicate).
+#include <fsdp/activation_checkpointing.h>
 #include <fsdp/clip_grad_norm.h>
 #include <fsdp/debug.h>
 #include <fsdp/extension.h>
@@ -58,6 +59,43 @@ TEST(Hsdp, ReshardsOverSomeOfTheShards) {
     auto reference = seeded<Stack>(16);
     shard_stack(net, {.mesh = hsdp_mesh(2, 4), .reshard_after_forward = 2});
     train_and_compare(net, reference, stack_loss);
+  });
+}
+
+TEST(Hsdp, Checkpointed) {
+  run_ranks(4, [](int) {
+    for (const bool offload : {false, true}) {
+      auto net = seeded<Stack>(17);
+      auto reference = seeded<Stack>(17);
+      for (auto& mlp : net->mlps) {
+        apply_activation_checkpointing(mlp);
+      }
+      FullyShardOptions options{.mesh = hsdp_mesh(2, 2)};
+      if (offload) {
+        options.offload_policy = CPUOffloadPolicy{};
+      }
+      shard_stack(net, options);
+      train_and_compare(net, reference, stack_loss);
+    }
+  });
+}
+
+TEST(Hsdp, MoreInputBuffersChangeNoNumber) {
+  run_ranks(4, [](int) {
+    std::vector<std::vector<torch::Tensor>> grads;
+    for (const int buffers : {1, 2, 4}) {
+      auto net = seeded<Stack>(17);
+      shard_stack(net, {.mesh = hsdp_mesh(2, 2)});
+      FSDPModule::of(net).set_reduce_scatter_max_input_buffers(buffers);
+      stack_loss(net, 0).backward();
+      auto& own = grads.emplace_back();
+      for (const auto& param : net->parameters()) {
+        own.push_back(param.grad());
+      }
+      for (size_t i = 0; i < own.size(); ++i) {
+        EXPECT_SAME(own[i], grads[0][i]);
+      }
+    }
   });
 }
 

@@ -1,4 +1,6 @@
 // Tensor parallelism, alone and under fully_shard, over real processes and gloo.
+#include <fsdp/activation_checkpointing.h>
+
 #include "parallel/tp_models.h"
 #include "support/processes.h"
 
@@ -30,6 +32,27 @@ TEST(GlooParallel, EqualsTheUnshardedModel) {
                        : torch::nn::functional::cross_entropy(logits, tokens.flatten());
           },
           5);
+    }
+    destroy_process_group();
+  });
+}
+
+TEST(GlooParallel, ReplicasOfTensorParallelShardsCheckpointed) {
+  expect_ranks_pass(4, [] {
+    init_process_group({.backend = "gloo"});
+    for (const auto& shape : {std::vector<int64_t>{2, 2, 1}, {2, 1, 2}, {1, 2, 2}}) {
+      const auto mesh = init_device_mesh(torch::kCPU, shape, {"replicate", "shard", "tp"});
+      auto net = in_double<MLPStack>(5);
+      auto reference = in_double<MLPStack>(5);
+      parallelize(net, mesh["tp"]);
+      for (auto& mlp : net->mlps) {
+        apply_activation_checkpointing(mlp);
+        fully_shard(mlp, {.mesh = mesh[{"replicate", "shard"}]});
+      }
+      fully_shard(net, {.mesh = mesh[{"replicate", "shard"}]});
+      train_and_compare(net, reference, [&](MLPStack& each, int step) {
+        return each(tp_batch(step, {4, 5}, get_rank() / mesh.size("tp"))).sum();
+      });
     }
     destroy_process_group();
   });

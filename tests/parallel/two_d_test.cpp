@@ -100,6 +100,20 @@ TEST(TwoD, TransformerBySequence) {
   });
 }
 
+TEST(TwoD, SomePiecesAreEmpty) {
+  run_ranks(8, [](int) {
+    const auto mesh = init_device_mesh(torch::kCPU, {2, 4}, {"dp", "tp"});
+    // Three hidden features over four ranks, and fewer rows than ranks of dp.
+    auto net = in_double<MLP>(1, true, false, 3);
+    auto reference = in_double<MLP>(1, true, false, 3);
+    parallelize_module(net, mesh["tp"], mlp_plan());
+    fully_shard(net, {.mesh = mesh["dp"]});
+    train_and_compare(net, reference, [&](MLP& each, int step) {
+      return each(tp_batch(step, {4, 1}, mesh.get_local_rank("dp"))).sum();
+    });
+  });
+}
+
 TEST(TwoD, OneWayShardedOnTheHost) {
   run_ranks(4, [](int) {
     const auto mesh = init_device_mesh(torch::kCPU, {1, 4}, {"dp", "tp"});

@@ -63,11 +63,11 @@ TEST(FreeableBuffer, KeepsItsStorageObjectAndItsViews) {
   }
 }
 
-DeviceMesh mesh() {
+DataParallelMesh mesh() {
   if (!is_initialized()) {
     init_process_group({.backend = "fake", .rank = 1, .world_size = 4});
   }
-  return init_device_mesh(torch::kCPU, {4});
+  return DataParallelMesh(init_device_mesh(torch::kCPU, {4}));
 }
 
 /// A 4 x 2 parameter of which "this rank" holds row 1, with both faces.

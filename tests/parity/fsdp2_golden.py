@@ -32,6 +32,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 STEPS = 10
 MLP_DIM = 5  # divides by none of the worlds; over 4 the last rank gets nothing
@@ -117,6 +122,14 @@ class TransformerCase:
     def groups(model):
         return [*model.layers, model]
 
+    def parallelize(model, mesh):
+        plan = {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+        plan |= {"attention.wo": RowwiseParallel()}
+        plan |= {"feed_forward.w1": ColwiseParallel(), "feed_forward.w2": RowwiseParallel()}
+        for layer in model.layers:
+            parallelize_module(layer, mesh, plan)
+            layer.attention.n_heads //= mesh.size()
+
     def input():
         return torch.randint(0, 8, (2, 16))
 
@@ -135,6 +148,12 @@ class MLPsCase:
 
     def groups(model):
         return [*model, model]
+
+    def parallelize(model, mesh):
+        # Not local: the parts are uneven, which a local tensor does not say.
+        plan = {"in_proj": ColwiseParallel(use_local_output=False), "out_proj": RowwiseParallel()}
+        for mlp in model:
+            parallelize_module(mlp, mesh, plan)
 
     def input():
         return torch.randn(4, MLP_DIM)
@@ -159,6 +178,8 @@ class Recipe:
     # Both sides do the same in the same order, to the bit: the fused optimizer,
     # and sums in the order of ranks. Else torch's default optimizer, and gloo.
     exact: bool = True
+    axes: tuple = ()  # of the mesh, by name: tensor parallel over "tp", FSDP over the others
+    sizes: tuple = ()
     reshard: bool | int | None = None
     param_dtype: str | None = None
     reduce_dtype: str | None = None
@@ -172,6 +193,10 @@ class Recipe:
     thaw_step: int = 2
     inf_step: int = 4
 
+    @property
+    def tp(self):
+        return self.sizes[-1] if "tp" in self.axes else 1
+
     def policy(self, **changes):
         names = {"param_dtype": self.param_dtype, "reduce_dtype": self.reduce_dtype} | changes
         return MixedPrecisionPolicy(
@@ -184,6 +209,7 @@ class Recipe:
 
 
 BF16 = Recipe(param_dtype="bfloat16", reduce_dtype="float32")
+HSDP = Recipe(exact=False, worlds=(4,), axes=("replicate", "shard"), sizes=(2, 2))
 RECIPES = {
     "true": Recipe(exact=False, worlds=(1, 2, 3, 4), reshard=True),
     "false": Recipe(exact=False, worlds=(1, 2, 3, 4), reshard=False),
@@ -203,6 +229,19 @@ RECIPES = {
         models=("transformer",),
         frozen=("pos_embeddings", "layers.0.attention.", "layers.1."),
         thawed=("layers.0.",),
+    ),
+    "hsdp": HSDP,
+    "hsdp_accumulated": dataclasses.replace(
+        HSDP, models=("mlps",), reshard=True, microbatches=3
+    ),
+    "tp": Recipe(exact=False, worlds=(2,), axes=("tp",), sizes=(2,)),
+    "2d": Recipe(exact=False, worlds=(4,), axes=("dp", "tp"), sizes=(2, 2), reshard=True),
+    "3d": Recipe(
+        exact=False,
+        models=("mlps",),
+        worlds=(8,),
+        axes=("replicate", "shard", "tp"),
+        sizes=(2, 2, 2),
     ),
 }
 
@@ -266,7 +305,8 @@ class Collectives(TorchDispatchMode):
         if func.namespace == "c10d":
             # One we do not know is an error.
             name, larger = self.NAMES[func.overloadpacket.__name__]
-            self.add(name, args[larger])
+            for tensor in args[larger] if name == "all_reduce" else [args[larger]]:
+                self.add(name, tensor)
         return func(*args, **(kwargs or {}))
 
 
@@ -306,6 +346,11 @@ def local(tensor):
 
 def shard(case, model, recipe, mesh):
     """Returns the ignored parameters."""
+    if recipe.tp > 1:
+        case.parallelize(model, mesh["tp"])
+        if mesh.ndim == 1:
+            return []
+        mesh = mesh[recipe.axes[:-1]]
     params = dict(model.named_parameters())
     ignored = [param for name, param in params.items() if name.startswith(recipe.ignored)]
     kwargs = {"mesh": mesh, "ignored_params": set(ignored)}
@@ -323,17 +368,23 @@ def shard(case, model, recipe, mesh):
     return ignored
 
 
-def train(case, start, recipe, rank, mesh):
+def train(case, start, recipe, rank):
+    mesh = init_device_mesh(
+        "cpu",
+        recipe.sizes or (dist.get_world_size(),),
+        mesh_dim_names=recipe.axes or None,
+    )
     model = case.model()
     model.load_state_dict(start["params"], strict=False)  # tied weights come once
     for name, param in model.named_parameters():
         param.requires_grad_(not name.startswith(recipe.frozen))
     ignored = shard(case, model, recipe, mesh)
     params = dict(model.named_parameters())
+    others = [param for param in params.values() if not isinstance(param, DTensor)]
     sharded = [param for param in params.values() if isinstance(param, DTensor)]
     optimizer = torch.optim.AdamW(
         # One kernel call takes either DTensors or tensors.
-        [{"params": group} for group in (sharded, ignored) if group],
+        [{"params": group} for group in (sharded, others) if group],
         lr=1e-2,
         fused=recipe.exact,
     )
@@ -367,10 +418,12 @@ def train(case, start, recipe, rank, mesh):
                     param.requires_grad_()
         for microbatch in range(recipe.microbatches):
             is_last = microbatch == recipe.microbatches - 1
-            model.set_requires_gradient_sync(is_last)
-            model.set_reshard_after_backward(is_last or recipe.reshard is not False)
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(is_last)
+                model.set_reshard_after_backward(is_last or recipe.reshard is not False)
+            inputs = start["inputs"][(step + microbatch) % STEPS][rank // recipe.tp]
             with phase("forward"):
-                loss = case.loss(model, start["inputs"][(step + microbatch) % STEPS][rank])
+                loss = case.loss(model, inputs)
             losses.append(loss.detach())
             loss = scaler.scale(loss)
             with phase("backward"):
@@ -405,10 +458,9 @@ def run_rank(rank, world, starts, folder, store):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (world,))
     for label, recipe in RECIPES.items():
         for name in recipe.models if world in recipe.worlds else ():
-            result = train(CASES[name], starts[name], recipe, rank, mesh)
+            result = train(CASES[name], starts[name], recipe, rank)
             torch.save(result, f"{folder}/{name}.{world}.{label}.{rank}.pt")
     dist.destroy_process_group()
 

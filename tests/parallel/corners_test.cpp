@@ -1,0 +1,268 @@
+// Ranks that differ in what they keep, plans in odd orders, modules that are recomputed.
+#include <fsdp/activation_checkpointing.h>
+#include <fsdp/nn.h>
+
+#include "parallel/tp_models.h"
+
+namespace fsdp {
+namespace {
+
+using namespace test;
+
+// ------------------------------------------------------------ Shared inputs
+
+/// A Linear that keeps its last input, to log it.
+struct TapImpl : torch::nn::LinearImpl {
+  using LinearImpl::LinearImpl;
+  torch::Tensor forward(const torch::Tensor& x) {
+    if (keep) {
+      kept = x;
+    }
+    return LinearImpl::forward(x);
+  }
+  bool keep = false;
+  torch::Tensor kept;
+};
+FSDP_MODULE(Tap);
+
+struct TwoTapsImpl : torch::nn::Module {
+  TwoTapsImpl() : a(register_module("a", Tap(6, 6))), b(register_module("b", Tap(6, 6))) {}
+  torch::Tensor forward(const torch::Tensor& x) {
+    const auto first = a(x);
+    return first + b(x);
+  }
+  Tap a, b;
+};
+FSDP_MODULE(TwoTaps);
+
+// Rank 0 keeps an activation alive, the others do not.
+TEST(ParallelCorners, WhoeverKeepsAnInputAliveMakesTheSameCollectives) {
+  for (const bool checkpointed : {false, true}) {
+    run_ranks(2, [&](int rank) {
+      const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+      auto net = in_double<TwoTaps>();
+      auto reference = in_double<TwoTaps>();
+      parallelize_module(
+          net, tp,
+          {{"*", ColwiseParallel{.input_layouts = Shard{0}, .output_layouts = Replicate{}}}});
+      net->a->keep = rank == 0;
+      if (checkpointed) {
+        apply_activation_checkpointing(net->a);
+        apply_activation_checkpointing(net->b);
+      }
+      const at::AutoGradMode grad_mode(checkpointed);
+      const auto whole = tp_batch(0, {4, 6});
+      CommDebugMode comm;
+      const auto y = net(whole.chunk(2, 0)[rank]);
+      EXPECT_TRUE(near(y.detach(), reference(whole).detach(), 1e-6));
+      net->a->kept.reset();
+    });
+  }
+}
+
+/// Halves the gradient of its input, as a reversal layer would negate it.
+struct HalvesImpl : torch::nn::Module {
+  HalvesImpl() : a(register_module("a", linear(6, 6))) {}
+  torch::Tensor forward(const torch::Tensor& x) {
+    x.register_hook([](const torch::Tensor& grad) { return grad * 0.5; });
+    return a(x);
+  }
+  Linear a;
+};
+FSDP_MODULE(Halves);
+
+TEST(ParallelCorners, HooksOnAGatheredInputSeeItsGradient) {
+  run_ranks(2, [](int rank) {
+    const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+    auto net = in_double<Halves>();
+    auto reference = in_double<Halves>();
+    parallelize_module(
+        net, tp,
+        {{"", PrepareModuleInput{.input_layouts = Shard{0}, .desired_input_layouts = Replicate{}}},
+         {"a", ColwiseParallel{.output_layouts = Replicate{}}}});
+    const auto whole = tp_batch(0, {4, 6}).requires_grad_();
+    reference(whole).pow(2).sum().backward();
+    const auto x = whole.detach().chunk(2, 0)[rank].clone().requires_grad_();
+    net(x).pow(2).sum().backward();
+    EXPECT_TRUE(near(x.grad(), whole.grad().chunk(2, 0)[rank], 1e-6));
+  });
+}
+
+// ------------------------------------------------------------ Parameters
+
+struct NormNetImpl : torch::nn::Module {
+  NormNetImpl()
+      : lin(register_module("lin", linear(4, 4))), norm(register_module("norm", layer_norm(4))) {}
+  torch::Tensor forward(const torch::Tensor& x) {
+    return norm(lin(x));
+  }
+  Linear lin;
+  LayerNorm norm;
+};
+FSDP_MODULE(NormNet);
+
+TEST(ParallelCorners, SequenceParallelOfWhatDistributeModulePlaced) {
+  run_ranks(2, [](int) {
+    const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+    auto net = in_double<NormNet>();
+    auto reference = in_double<NormNet>();
+    distribute_module(net, tp);
+    parallelize_module(
+        net, tp,
+        {{"norm",
+          PrepareModuleInput{.input_layouts = Replicate{}, .desired_input_layouts = Shard{1}}},
+         {"norm", SequenceParallel{}},
+         {"norm",
+          PrepareModuleOutput{.output_layouts = Shard{1}, .desired_output_layouts = Replicate{}}}});
+    const auto weight = tp_batch(7, {2, 4, 4});
+    for (auto* each : {&net, &reference}) {
+      ((*each)(tp_batch(0, {2, 4, 4}))*weight).sum().backward();
+    }
+    expect_parity(*net, *reference);
+  });
+}
+
+// tp divides 5 columns into 3 and 2; dp cannot divide 3.
+TEST(ParallelCorners, ADimThatFsdpCannotDivideIsRefusedByEveryRank) {
+  run_ranks(4, [](int) {
+    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"dp", "tp"});
+    auto net = in_double<Linear>(5, 4);
+    parallelize_module(net, mesh["tp"], RowwiseParallel{});
+    const auto by_columns = [](const std::string& name,
+                               const at::Tensor&) -> std::optional<ShardPlacement> {
+      return ShardPlacement{.dim = name == "weight" ? 1 : 0};
+    };
+    const auto message = message_of<c10::NotImplementedError>(
+        [&] { fully_shard(net, {.mesh = mesh["dp"], .shard_placement_fn = by_columns}); });
+    EXPECT_TRUE(contains(message, "weight"));
+    EXPECT_TRUE(contains(message, "dp=2"));
+  });
+}
+
+// ------------------------------------------------------------ Errors
+
+TEST(ParallelCorners, MeshesWithoutNamesAreRefusedByNameOfModuleAndParameter) {
+  run_ranks(4, [](int) {
+    auto net = in_double<MLP>(4);
+    const auto grid = init_device_mesh(torch::kCPU, {2, 2});
+    EXPECT_TRUE(contains(
+        message_of<c10::ValueError>([&] { fully_shard(net, {.mesh = grid}); }), "MLPImpl"));
+    const auto line = init_device_mesh(torch::kCPU, {4}, {"dp"});
+    const auto place = [&](const std::string& name,
+                           const at::Tensor&) -> std::optional<ShardPlacement> {
+      return name == "out_proj.weight" ? std::optional(ShardPlacement{.dim = 0, .mesh = grid})
+                                       : std::nullopt;
+    };
+    EXPECT_TRUE(contains(
+        message_of<c10::ValueError>(
+            [&] { fully_shard(net, {.mesh = line, .shard_placement_fn = place}); }),
+        "out_proj.weight"));
+  });
+}
+
+TEST(ParallelCorners, LayoutsOfAModuleAreGivenOnce) {
+  run_ranks(2, [](int) {
+    const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+    auto net = in_double<MLP>(4);
+    const PrepareModuleInput gather{
+        .input_layouts = Shard{0}, .desired_input_layouts = Replicate{}};
+    EXPECT_THROW(
+        parallelize_module(net, tp, {{"*", gather}, {"in_proj", gather}}), c10::ValueError);
+  });
+}
+
+TEST(ParallelCorners, StylesThatPrepareNothing) {
+  run_ranks(2, [](int) {
+    const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+    const auto x = tp_batch(0, {2, 4});
+    auto input = in_double<Linear>(4, 4);
+    parallelize_module(input, tp, PrepareModuleInput{});
+    EXPECT_NO_THROW(input(x));
+    auto both = in_double<Linear>(4, 4);
+    parallelize_module(
+        both, tp,
+        PrepareModuleInputOutput{
+            .input_layouts = Replicate{}, .desired_input_layouts = Replicate{}});
+    EXPECT_NO_THROW(both(x));
+  });
+}
+
+// A choice that fails at one module leaves none checkpointed.
+TEST(ParallelCorners, ARefusedChoiceCheckpointsNothing) {
+  auto net = Transformer(ModelArgs{});
+  EXPECT_THROW(
+      apply_activation_checkpointing(
+          net, [](const std::string&, torch::nn::Module&) { return true; }),
+      c10::ValueError); // dropout is not hooked
+  EXPECT_FALSE(net->fsdp_checkpoint);
+  EXPECT_FALSE(net->tok_embeddings->fsdp_checkpoint);
+}
+
+// ------------------------------------------------------------ Checkpointing
+
+struct SquareEmbeddingImpl : torch::nn::Module {
+  SquareEmbeddingImpl() : table(register_module("table", Embedding(8, 4))) {}
+  torch::Tensor forward(const torch::Tensor& tokens) {
+    return table(tokens).pow(2);
+  }
+  Embedding table;
+};
+FSDP_MODULE(SquareEmbedding);
+
+struct EmbeddingNetImpl : torch::nn::Module {
+  EmbeddingNetImpl()
+      : first(register_module("first", SquareEmbedding())),
+        last(register_module("last", linear(4, 4))) {}
+  torch::Tensor forward(const torch::Tensor& tokens) {
+    return last(first(tokens));
+  }
+  SquareEmbedding first;
+  Linear last;
+};
+FSDP_MODULE(EmbeddingNet);
+
+// Backward alone does not need the table, recomputation does. Upstream looks into the
+// shard.
+TEST(ParallelCorners, RecomputationGathersWhatBackwardDoesNotNeed) {
+  run_ranks(2, [](int) {
+    auto net = in_double<EmbeddingNet>();
+    auto reference = in_double<EmbeddingNet>();
+    auto first = fully_shard(net->first, {.reshard_after_forward = true});
+    fully_shard(net);
+    first.set_unshard_in_backward(false);
+    apply_activation_checkpointing(net->first);
+    train_and_compare(net, reference, [](EmbeddingNet& each, int step) {
+      return each(random_tokens(step, {2, 3}, 4)).pow(2).sum(); // rows that rank 0 has
+    });
+  });
+}
+
+TEST(ParallelCornersDeathTest, AFunctionThatIsNoexceptMayBeCheckpointed) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        const auto x = torch::ones({3}).requires_grad_();
+        const auto f = [](const torch::Tensor& t) noexcept { return t.exp().sin(); };
+        checkpoint(f, x).sum().backward();
+        std::_Exit(0);
+      },
+      testing::ExitedWithCode(0), "");
+}
+
+// Ranks of tp that have nothing of a group, which dp then shards.
+TEST(ParallelCorners, EmptyPiecesAreSharded) {
+  run_ranks(8, [](int rank) {
+    const auto mesh = init_device_mesh(torch::kCPU, {2, 4}, {"dp", "tp"});
+    auto net = in_double<MLP>(1, true, false, 2);
+    auto reference = in_double<MLP>(1, true, false, 2);
+    parallelize_module(net, mesh["tp"], mlp_plan());
+    fully_shard(net->in_proj, {.mesh = mesh["dp"]});
+    fully_shard(net, {.mesh = mesh["dp"]});
+    train_and_compare(net, reference, [&](MLP& each, int step) {
+      return each(tp_batch(step, {4, 1}, rank / 4)).pow(2).sum();
+    });
+  });
+}
+
+} // namespace
+} // namespace fsdp
