@@ -153,13 +153,15 @@ StateDict make_run_state_dict(Trainer& trainer, const RunState& run, const RunId
 
 void load_run(const SavedRun& saved, Trainer& trainer, RunState& run) {
   auto state = trainer.state_dict();
-  if (saved.ranks == get_world_size()) { // each rank has its own, so it fits no other number
-    state.insert_all(get_random_state(), "random.");
-  }
   insert_progress(state, run);
   load(state, saved.path);
   trainer.set_state_dict(state);
-  set_random_state(state.below("random."));
+  if (saved.ranks == get_world_size()) { // each rank has its own, so it fits no other number
+    StateDict random;
+    random.insert_all(get_random_state(), "random.");
+    load(random, saved.path, {.strict = false}); // saved on other devices, it has others
+    set_random_state(random.below("random."));
+  }
   run.step = value_of<int64_t>(state, "train.step", saved.path);
   run.first_loss = value_of<double>(state, "train.first_loss", saved.path);
 }

@@ -61,7 +61,7 @@ FSDP_API void load(
     StateDict& state, const std::filesystem::path& path, const LoadOptions& options = {});
 
 struct SaveHfOptions {
-  /// Files get no larger, unless one tensor is.
+  /// A file's tensors take no more, unless one alone does.
   int64_t max_file_bytes = int64_t{5} << 30;
   std::vector<NameRule> names = {};         // from ours to those in the files
   std::optional<at::ScalarType> dtype = {}; // of floating-point tensors

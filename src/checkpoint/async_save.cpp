@@ -15,6 +15,7 @@ namespace {
 
 /// A rank's save in the background, and the host memory that it and the next ones
 /// copy the tensors to: memory that has been used before is several times faster.
+/// Threads without a world are one rank together.
 class Background {
  public:
   ~Background() {
@@ -25,6 +26,7 @@ class Background {
 
   /// Waits, and throws what the save threw, once.
   void finish() {
+    const std::lock_guard lock(mutex_);
     if (thread_.joinable()) {
       thread_.join();
     }
@@ -33,13 +35,24 @@ class Background {
     }
   }
 
-  std::future<void> start(SaveJob job, std::function<void()> after) {
+  /// Copies the tensors, and leaves the rest to a thread.
+  std::future<void> start(SaveJob job, SeriesSteps steps) {
+    const std::lock_guard lock(mutex_);
+    if (thread_.joinable()) { // of another thread, started since `finish`
+      thread_.join();
+    }
+    try {
+      copy_parts(job.plan.parts);
+    } catch (const std::exception&) { // no memory: all ranks hear of it in their futures
+      job.error = current_exception_text();
+      job.plan.parts.clear();
+    }
     std::promise<void> promise;
     auto future = promise.get_future();
-    thread_ = std::thread([this, job = std::move(job), after = std::move(after),
+    thread_ = std::thread([this, job = std::move(job), steps = std::move(steps),
                            promise = std::move(promise)]() mutable {
       try {
-        run_save(job, after);
+        run_save(job, steps);
         job = {}; // the memory is free for the next one before the future is ready
         promise.set_value();
       } catch (...) {
@@ -50,6 +63,7 @@ class Background {
     return future;
   }
 
+ private:
   /// Copies of the parts, one behind the other in host memory.
   void copy_parts(std::vector<Part>& parts) {
     constexpr int64_t kAlignment = 64;
@@ -77,7 +91,7 @@ class Background {
     }
   }
 
- private:
+  std::mutex mutex_;
   std::thread thread_;
   std::exception_ptr error_;
   at::Tensor memory_; // 1D bytes
@@ -118,19 +132,16 @@ std::future<void> async_save(
     const StateDict& state,
     const Path& path,
     const SaveOptions& options,
-    const std::function<void()>& after) {
-  const auto background = current_background();
-  background->finish();
+    const SeriesSteps& steps) {
   at::NoGradGuard no_grad;
   auto job = begin_save(state, path, options);
+  const auto publication = job.publication;
   try {
-    background->copy_parts(job.plan.parts);
-  } catch (...) { // no memory: the others must not wait for this rank
-    give_up(
-        job.publication, c10::str("rank ", job.publication.rank, ": ", current_exception_text()));
+    return current_background()->start(std::move(job), steps);
+  } catch (...) { // no thread: the others must not wait for this rank
+    give_up(publication, c10::str("rank ", publication.rank, ": ", current_exception_text()));
     throw;
   }
-  return background->start(std::move(job), after);
 }
 
 } // namespace fsdp::detail

@@ -1,7 +1,10 @@
 #include "checkpoint/catalog.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <map>
+#include <regex>
+#include <set>
 
 #include "base/check.h"
 #include "checkpoint/json_text.h"
@@ -14,10 +17,6 @@ namespace {
 
 constexpr const char* kIndexName = "model.safetensors.index.json";
 constexpr const char* kShardingInfo = "DCP_SHARDING_INFO";
-
-bool ends_with(const std::string& text, const std::string& end) {
-  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
 
 /// Where in the whole each tensor of a file of torch's distributed checkpoint
 /// lies; no entries for a file of whole tensors.
@@ -128,6 +127,32 @@ Catalog open_indexed(const Path& folder) {
   return catalog;
 }
 
+/// Throws where the names, sorted, say that files are missing: without a manifest or
+/// an index nothing else does.
+void check_names(const Path& folder, const std::vector<std::string>& names) {
+  static const std::regex ours(R"(rank_\d{5,}(\.\d+)?\.safetensors)");
+  static const std::regex numbered(R"(model-\d{5}-of-(\d{5})\.safetensors)");
+  std::set<int> counts;
+  for (const auto& name : names) {
+    FSDP_CHECK_AS(
+        CheckpointError, !std::regex_match(name, ours), folder.string(),
+        " is incomplete: ", kManifestName, " is missing");
+    std::smatch match;
+    if (std::regex_match(name, match, numbered)) {
+      counts.insert(std::stoi(match[1]));
+    }
+  }
+  for (const auto count : counts) {
+    for (int i = 1; i <= count; ++i) {
+      char name[64];
+      std::snprintf(name, sizeof(name), "model-%05d-of-%05d.safetensors", i, count);
+      FSDP_CHECK_AS(
+          CheckpointError, std::binary_search(names.begin(), names.end(), std::string(name)),
+          folder.string(), " is incomplete: ", name, " is missing");
+    }
+  }
+}
+
 Catalog open_folder(const Path& folder) {
   if (path_exists(folder / kManifestName)) {
     auto catalog = read_manifest(folder / kManifestName);
@@ -139,8 +164,10 @@ Catalog open_folder(const Path& folder) {
   }
   Collector collector(folder);
   bool any = false;
-  for (const auto& name : list_folder(folder)) {
-    if (ends_with(name, ".safetensors")) {
+  const auto all = list_folder(folder);
+  check_names(folder, all);
+  for (const auto& name : all) {
+    if (name.ends_with(".safetensors")) {
       collector.add_file(name);
       any = true;
     }

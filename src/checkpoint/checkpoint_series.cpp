@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <set>
 
 #include <fsdp/checkpoint.h>
 
 #include "base/check.h"
 #include "checkpoint/catalog.h"
+#include "checkpoint/manifest.h"
 #include "checkpoint/writer.h"
 
 namespace fsdp {
@@ -17,7 +19,7 @@ namespace {
 using detail::Path;
 
 constexpr const char* kPrefix = "step_";
-constexpr const char* kTrash = ".tmp-removed";
+constexpr const char* kLockName = ".lock";
 
 struct Saved {
   int64_t step = 0;
@@ -47,7 +49,7 @@ std::vector<Saved> complete_ones(const Path& root) {
   std::vector<Saved> found;
   for (const auto& name : detail::list_folder(root)) {
     const auto step = step_of(name);
-    if (step < 0) {
+    if (step < 0 || !detail::path_exists(root / name / detail::kManifestName)) {
       continue;
     }
     try {
@@ -79,24 +81,78 @@ void set_latest(const Path& root, const Path& checkpoint) {
   detail::sync_folder(root);
 }
 
-/// Rank 0, after a save.
-void rotate(const Path& root, const Path& checkpoint, const CheckpointSeriesOptions& options) {
-  set_latest(root, checkpoint);
+/// Away in one call: half a checkpoint must not be found under its name.
+void remove_checkpoint(const Path& checkpoint) {
+  const Path trash = checkpoint.string() + detail::kRemovedSuffix;
+  detail::remove_tree(trash);
+  try {
+    detail::rename_path(checkpoint, trash);
+  } catch (const CheckpointError&) {
+    if (detail::path_exists(checkpoint)) {
+      throw;
+    }
+  }
+  detail::remove_tree(trash);
+}
+
+/// Returns what it has seen.
+std::set<Path> rotate_once(
+    const Path& root, const Path& checkpoint, const CheckpointSeriesOptions& options) {
   auto saved = complete_ones(root);
   sort_newest_first(saved);
+  if (!saved.empty()) {
+    set_latest(root, saved[0].path);
+  }
+  std::set<Path> seen;
   for (size_t i = 0; i < saved.size(); ++i) {
+    seen.insert(saved[i].path);
     const bool keep = static_cast<int64_t>(i) < options.keep ||
                       (options.keep_every > 0 && saved[i].step % options.keep_every == 0) ||
                       saved[i].path == checkpoint;
     if (!keep) {
-      // Away in one call: half a checkpoint must not be found under its name.
-      const Path trash = saved[i].path.string() + kTrash;
-      detail::remove_tree(trash);
-      detail::rename_path(saved[i].path, trash);
-      detail::remove_tree(trash);
+      remove_checkpoint(saved[i].path);
     }
   }
   detail::remove_leftovers(root, kPrefix, detail::changed_at(root / "latest"));
+  return seen;
+}
+
+/// Rank 0, after a save. One saver at a time: whoever finds another at it leaves it to
+/// that one, who looks for more when the lock is free again.
+void rotate(const Path& root, const Path& checkpoint, const CheckpointSeriesOptions& options) {
+  try {
+    for (bool more = true; more;) {
+      std::set<Path> seen;
+      {
+        const auto lock = detail::File::create(root / kLockName);
+        if (!lock.try_lock() && errno == EWOULDBLOCK) { // or locks are not to be had
+          return;
+        }
+        seen = rotate_once(root, checkpoint, options);
+      }
+      const auto now = complete_ones(root);
+      more = std::any_of(
+          now.begin(), now.end(), [&](const auto& item) { return !seen.count(item.path); });
+    }
+  } catch (const std::exception&) { // the checkpoint is in place all the same
+    TORCH_WARN(
+        "[CheckpointSeries] ", checkpoint.string(),
+        " is saved, but what is older could not be tidied up: ", detail::current_exception_text());
+  }
+}
+
+detail::SeriesSteps series_steps(
+    const Path& root, const Path& checkpoint, const CheckpointSeriesOptions& options) {
+  return {
+      .newest_time =
+          [root] {
+            int64_t newest = 0;
+            for (const auto& saved : complete_ones(root)) {
+              newest = std::max(newest, saved.time);
+            }
+            return newest;
+          },
+      .after = [root, checkpoint, options] { rotate(root, checkpoint, options); }};
 }
 
 } // namespace
@@ -112,16 +168,14 @@ CheckpointSeries::CheckpointSeries(std::filesystem::path root, CheckpointSeriesO
 void CheckpointSeries::save(int64_t step, const StateDict& state, const SaveOptions& options) {
   TORCH_CHECK_VALUE(step >= 0, "[CheckpointSeries] step is ", step);
   const auto path = step_path(root_, step);
-  detail::save(
-      state, path, options, [root = root_, keep = options_, path] { rotate(root, path, keep); });
+  detail::save(state, path, options, series_steps(root_, path, options_));
 }
 
 std::future<void> CheckpointSeries::async_save(
     int64_t step, const StateDict& state, const SaveOptions& options) {
   TORCH_CHECK_VALUE(step >= 0, "[CheckpointSeries] step is ", step);
   const auto path = step_path(root_, step);
-  return detail::async_save(
-      state, path, options, [root = root_, keep = options_, path] { rotate(root, path, keep); });
+  return detail::async_save(state, path, options, series_steps(root_, path, options_));
 }
 
 std::optional<std::filesystem::path> CheckpointSeries::latest() const {

@@ -92,7 +92,8 @@ T number_as(const std::string& key, const Value& value) {
       number = static_cast<double>(*whole);
     }
   } else if constexpr (std::is_same_v<T, int64_t>) {
-    if (const auto* real = std::get_if<double>(&value); real && std::trunc(*real) == *real) {
+    const auto* real = std::get_if<double>(&value);
+    if (real && std::trunc(*real) == *real && std::abs(*real) < 0x1p63) {
       number = static_cast<int64_t>(*real);
     }
   }

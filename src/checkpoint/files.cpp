@@ -43,7 +43,12 @@ void throw_system_error(const char* doing, const Path& path, int error) {
 }
 
 File File::open(const Path& path) {
-  Fd fd(open_or_throw(path, O_RDONLY, "opened"));
+  Fd fd(open_or_throw(path, O_RDONLY | O_NONBLOCK, "opened"));
+  struct stat info{};
+  if (fstat(fd.get(), &info) != 0) {
+    throw_system_error("looked at", path, errno);
+  }
+  FSDP_CHECK_AS(CheckpointError, S_ISREG(info.st_mode), path.string(), " is not a file");
   return {path, std::move(fd)};
 }
 
@@ -123,6 +128,11 @@ bool is_folder(const Path& path) {
   return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
 }
 
+bool is_link(const Path& path) {
+  struct stat info{};
+  return lstat(path.c_str(), &info) == 0 && S_ISLNK(info.st_mode);
+}
+
 std::vector<std::string> list_folder(const Path& folder) {
   DIR* opened = opendir(folder.c_str());
   if (!opened) {
@@ -157,15 +167,20 @@ int64_t changed_at(const Path& path) {
   return newest;
 }
 
+void make_folder(const Path& folder) {
+  changing("mkdir", folder);
+  if (mkdir(folder.c_str(), 0777) != 0 && !(errno == EEXIST && is_folder(folder))) {
+    throw_system_error("made", folder, errno);
+  }
+}
+
 void make_folders(const Path& folder) {
   if (folder.empty() || is_folder(folder)) {
     return;
   }
   make_folders(folder.parent_path());
-  changing("mkdir", folder);
-  if (mkdir(folder.c_str(), 0777) != 0 && !(errno == EEXIST && is_folder(folder))) {
-    throw_system_error("made", folder, errno);
-  }
+  make_folder(folder);
+  sync_folder(folder.parent_path());
 }
 
 void remove_tree(const Path& path) {

@@ -20,6 +20,7 @@ using Path = std::filesystem::path;
 /// An open file.
 class File {
  public:
+  /// For reading. Throws where it is no file: to open a pipe might be to wait.
   static File open(const Path& path);
   /// Makes it, or opens the one that is there, for writing.
   static File create(const Path& path);
@@ -45,13 +46,17 @@ class File {
 
 bool path_exists(const Path& path);
 bool is_folder(const Path& path);
+/// A symbolic link.
+bool is_link(const Path& path);
 /// Names in a folder, sorted; none where there is no folder.
 std::vector<std::string> list_folder(const Path& folder);
 /// The newest change of the file, or of anything in the folder, in seconds; 0
 /// where it is gone.
 int64_t changed_at(const Path& path);
 
-/// With the folders above it; those that are there already stay.
+/// Fine where it is there already.
+void make_folder(const Path& folder);
+/// With the folders above it, and such that they last.
 void make_folders(const Path& folder);
 /// A folder with all that is in it, or a file. What is gone already is fine.
 void remove_tree(const Path& path);

@@ -1,4 +1,5 @@
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 
 #include <algorithm>
 
@@ -64,6 +65,14 @@ std::vector<Source> find_sources(
           folder, ", tensor '", name,
           "': there is no memory to load it into (undefined, or on meta)");
       FSDP_CHECK_AS(
+          CheckpointError, at::has_internal_overlap(source.target->local) != at::MemOverlap::Yes,
+          folder, ", tensor '", name, "': elements share memory where it is to go (expand?)");
+      const auto dtype = source.target->local.scalar_type();
+      FSDP_CHECK_AS(
+          CheckpointError, c10::canCast(source.tensor->dtype, dtype), folder, ", tensor '", name,
+          "': is ", c10::toString(source.tensor->dtype), " in the checkpoint, which ",
+          c10::toString(dtype), " cannot hold");
+      FSDP_CHECK_AS(
           CheckpointError, source.target->sizes == source.tensor->sizes, folder, ", tensor '", name,
           "': has shape [", detail::join(source.tensor->sizes), "] in the checkpoint, [",
           detail::join(source.target->sizes), "] where it is to go");
@@ -87,8 +96,10 @@ Loaded read_all(
   Loaded loaded{.id = catalog.id};
   for (const auto& source : find_sources(state, catalog, options)) {
     if (source.target) {
+      // In its own dtype at once: the file's may be larger.
       loaded.tensors.emplace_back(
-          source.target->local.detach(), reader.read(*source.tensor, *source.target));
+          source.target->local.detach(),
+          reader.read(*source.tensor, *source.target).to(source.target->local.scalar_type()));
     } else {
       std::visit(
           [&](const auto& value) { loaded.values.emplace_back(*source.key, value); },

@@ -30,6 +30,23 @@ std::string new_id() {
   return text;
 }
 
+/// Whether `name` is one that new_id or kRemovedSuffix makes; others are the user's.
+bool is_leftover(const std::string& name) {
+  const auto infix = name.rfind(kInfix);
+  if (infix == std::string::npos) {
+    return false;
+  }
+  const auto id = name.substr(infix + std::string_view(kInfix).size());
+  constexpr size_t kIdLength = 24;
+  return name.substr(infix) == kRemovedSuffix ||
+         (id.size() == kIdLength && id.find_first_not_of("0123456789abcdef") == std::string::npos);
+}
+
+/// The publication's timeout, or a year: a clock cannot add forever.
+std::chrono::milliseconds timeout_of(const Publication& publication) {
+  return std::min<std::chrono::milliseconds>(publication.timeout, std::chrono::hours(24 * 365));
+}
+
 /// Calls `ready` until it is true, ever more slowly; false after `timeout`.
 bool poll(std::chrono::milliseconds timeout, const std::function<bool()>& ready) {
   const auto deadline = Clock::now() + timeout;
@@ -44,30 +61,25 @@ bool poll(std::chrono::milliseconds timeout, const std::function<bool()>& ready)
   return true;
 }
 
-bool starts_with(const std::string& text, const std::string& start) {
-  return text.compare(0, start.size(), start) == 0;
-}
-
-bool ends_with(const std::string& text, const std::string& end) {
-  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-
 /// A folder that goes with all that is in it when it is replaced must hold nothing
-/// but a checkpoint.
-void check_replaceable(const Publication& publication) {
+/// but a checkpoint. `place` is where what is or was TARGET lies.
+void check_replaceable(const Publication& publication, const Path& place) {
   const auto& target = publication.target;
-  if (!path_exists(target)) {
+  if (!path_exists(place)) {
     return;
   }
   FSDP_CHECK_AS(
-      CheckpointError, is_folder(target), target.string(), " is there and is not a folder");
-  for (const auto& name : list_folder(target)) {
+      CheckpointError, !is_link(place), target.string(),
+      " is a symbolic link: save to where it leads");
+  FSDP_CHECK_AS(
+      CheckpointError, is_folder(place), target.string(), " is there and is not a folder");
+  for (const auto& name : list_folder(place)) {
     FSDP_CHECK_AS(
         CheckpointError, publication.overwrite, target.string(),
         " is there already, and overwrite is off");
     FSDP_CHECK_AS(
         CheckpointError,
-        ends_with(name, ".safetensors") || name == "manifest.json" ||
+        name.ends_with(".safetensors") || name == "manifest.json" ||
             name == "model.safetensors.index.json",
         target.string(), " holds '", name,
         "', which is not of a checkpoint: it would be lost; save to another folder");
@@ -88,7 +100,7 @@ void check_failed(const Publication& publication) {
 std::vector<std::string> wait_for_ranks(const Publication& publication) {
   const auto folder = publication.folder();
   std::vector<int> missing;
-  const bool all = poll(publication.timeout, [&] {
+  const bool all = poll(timeout_of(publication), [&] {
     check_failed(publication);
     const auto names = list_folder(folder);
     missing.clear();
@@ -114,7 +126,7 @@ std::vector<std::string> wait_for_ranks(const Publication& publication) {
 /// The others: until rank 0 is done. They outwait it, who can say who is missing.
 void wait_for_rank0(const Publication& publication) {
   const auto folder = publication.folder();
-  const bool done = poll(2 * publication.timeout + std::chrono::seconds(1), [&] {
+  const bool done = poll(2 * timeout_of(publication) + std::chrono::seconds(1), [&] {
     const bool found = path_exists(folder / "done");
     if (!found) {
       check_failed(publication);
@@ -126,14 +138,56 @@ void wait_for_rank0(const Publication& publication) {
       publication.target.string(), " in time");
 }
 
-/// 0, or the error number.
-int exchange(const Path& first, const Path& second) {
+/// renameat2; 0, or the error number.
+int try_rename(const Path& from, const Path& to, unsigned flags) {
   if (before_change) {
-    before_change("rename", second);
+    before_change("rename", to);
   }
-  const bool done =
-      renameat2(AT_FDCWD, first.c_str(), AT_FDCWD, second.c_str(), RENAME_EXCHANGE) == 0;
-  return done ? 0 : errno;
+  return renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), flags) == 0 ? 0 : errno;
+}
+
+bool is_occupied(int error) {
+  return error == ENOTEMPTY || error == EEXIST;
+}
+
+/// What was TARGET lies at `place` now. Where it must not be replaced (it has changed
+/// since TARGET was looked at), `undo` puts it back, or returns an error number.
+void check_replaced(
+    const Publication& publication, const Path& place, const std::function<int()>& undo) {
+  try {
+    check_replaceable(publication, place);
+  } catch (const CheckpointError&) {
+    if (undo() != 0) { // then at least out of what is going to be removed
+      rename_path(place, publication.target.string() + ".kept-" + publication.id);
+    }
+    throw;
+  }
+}
+
+/// Puts data/ where TARGET is, by one call or, on file systems that do not have it,
+/// by two; 0, or the error number.
+int replace(const Publication& publication, const Path& old) {
+  const auto& target = publication.target;
+  const auto data = publication.data();
+  const auto exchange = [&] { return try_rename(data, target, RENAME_EXCHANGE); };
+  int error = exchange();
+  if (error == 0) {
+    check_replaced(publication, data, exchange);
+  }
+  if (error != EINVAL && error != ENOSYS && error != ENOTSUP) {
+    return error;
+  }
+  error = try_rename(target, old, 0);
+  if (error != 0) {
+    return error;
+  }
+  const auto put_back = [&] { return try_rename(old, target, 0); };
+  check_replaced(publication, old, put_back);
+  error = try_rename(data, target, 0);
+  if (error != 0 && !is_occupied(error)) {
+    put_back(); // where it fails, remove_publication tries again
+  }
+  return error;
 }
 
 void put_in_place(const Publication& publication) {
@@ -143,38 +197,43 @@ void put_in_place(const Publication& publication) {
   // Another saver may come between any two calls, so more than once.
   constexpr int kTries = 100;
   for (int i = 0;; ++i) {
-    check_replaceable(publication);
-    if (before_change) {
-      before_change("rename", target);
+    check_replaceable(publication, target);
+    // Replaces no more than an empty folder.
+    int error = try_rename(data, target, 0);
+    if (is_occupied(error) && publication.overwrite) {
+      error = replace(publication, publication.folder() / c10::str("old", i));
     }
-    if (rename(data.c_str(), target.c_str()) == 0) {
+    if (error == 0) {
       break;
     }
-    int error = errno;
-    if (error == ENOTEMPTY || error == EEXIST) {
-      error = exchange(data, target);
-      if (error == 0) {
-        break;
-      }
-      if (error == EINVAL || error == ENOSYS || error == ENOTSUP) {
-        const auto old = publication.folder() / c10::str("old", i);
-        rename_path(target, old);
-        if (rename(data.c_str(), target.c_str()) == 0) {
-          break;
-        }
-        error = errno;
-        // Where another saver's is there now, that one stays, until ours comes.
-        if (rename(old.c_str(), target.c_str()) == 0 || errno != ENOTEMPTY) {
-          throw_system_error(("put in place as " + target.string()).c_str(), data, error);
-        }
-        continue;
-      }
-    }
-    if (error != ENOENT || i == kTries || !path_exists(data)) {
+    if ((error != ENOENT && !is_occupied(error)) || i == kTries || !path_exists(data)) {
       throw_system_error(("put in place as " + target.string()).c_str(), data, error);
     }
   }
   sync_folder(target.parent_path());
+}
+
+/// Removes TARGET.tmp-ID. Where TARGET is missing, what had been taken away from
+/// there goes back first: it may be the only checkpoint.
+void remove_publication(const Path& folder, const Path& target) {
+  std::string newest;
+  for (const auto& name : list_folder(folder)) {
+    const bool is_old = name.size() > 3 && name.starts_with("old") &&
+                        name.find_first_not_of("0123456789", 3) == std::string::npos;
+    if (is_old && std::pair(name.size(), name) > std::pair(newest.size(), newest)) {
+      newest = name;
+    }
+  }
+  // Not where the new one has been there, or the removal has begun.
+  const bool is_open = path_exists(folder / "lock") && !path_exists(folder / "done");
+  if (!newest.empty() && is_open && !path_exists(target)) {
+    const int error = try_rename(folder / newest, target, 0);
+    if (error != 0 && !is_occupied(error)) {
+      throw_system_error(("put back as " + target.string()).c_str(), folder / newest, error);
+    }
+    sync_folder(target.parent_path());
+  }
+  remove_tree(folder);
 }
 
 /// For what follows success or failure, and must not hide it: the folder may be
@@ -192,9 +251,9 @@ void leave(const Publication& publication) {
   write_text(folder / (rank_name(publication.rank) + ".left"), "");
   const auto names = list_folder(folder);
   const auto num_left = std::count_if(
-      names.begin(), names.end(), [](const auto& name) { return ends_with(name, ".left"); });
+      names.begin(), names.end(), [](const auto& name) { return name.ends_with(".left"); });
   if (num_left == publication.world_size) {
-    remove_tree(folder);
+    remove_publication(folder, publication.target);
   }
 }
 
@@ -222,7 +281,7 @@ Path Publication::folder() const {
 
 void remove_leftovers(const Path& parent, const std::string& name_begin, int64_t now) {
   for (const auto& name : list_folder(parent.empty() ? Path(".") : parent)) {
-    if (!starts_with(name, name_begin) || name.find(kInfix) == std::string::npos) {
+    if (!name.starts_with(name_begin) || !is_leftover(name)) {
       continue;
     }
     const auto folder = parent / name;
@@ -234,7 +293,7 @@ void remove_leftovers(const Path& parent, const std::string& name_begin, int64_t
       if (locked && !File::open(folder / "lock").try_lock()) {
         continue;
       }
-      remove_tree(folder);
+      remove_publication(folder, parent / name.substr(0, name.rfind(kInfix)));
     } catch (const CheckpointError&) { // another saver was faster
     }
   }
@@ -243,12 +302,12 @@ void remove_leftovers(const Path& parent, const std::string& name_begin, int64_t
 void prepare(Publication& publication) {
   publication.id = new_id();
   const auto parent = publication.target.parent_path();
-  check_replaceable(publication);
+  check_replaceable(publication, publication.target);
   make_folders(parent);
-  make_folders(publication.folder());
+  make_folder(publication.folder());
   publication.lock = std::make_shared<File>(File::create(publication.folder() / "lock"));
   publication.lock->try_lock(); // where locks are not to be had, time has to do
-  make_folders(publication.data());
+  make_folder(publication.data());
   remove_leftovers(
       parent, publication.target.filename().string() + kInfix, changed_at(publication.folder()));
 }
@@ -256,7 +315,7 @@ void prepare(Publication& publication) {
 void give_up(const Publication& publication, const std::string& reason) {
   quietly([&] { // the disk may be full
     for (const auto& name : list_folder(publication.data())) {
-      if (starts_with(name, rank_name(publication.rank)) || publication.rank == 0) {
+      if (name.starts_with(rank_name(publication.rank)) || publication.rank == 0) {
         remove_tree(publication.data() / name);
       }
     }
@@ -271,9 +330,15 @@ void give_up(const Publication& publication, const std::string& reason) {
 
 void publish(const Publication& publication, const PublicationSteps& steps) {
   try {
+    const bool seen = poll(timeout_of(publication), [&] {
+      const bool found = is_folder(publication.data());
+      if (path_exists(publication.folder())) { // on some network file systems not at once
+        check_failed(publication);
+      }
+      return found;
+    });
     FSDP_CHECK_AS(
-        CheckpointError, poll(publication.timeout, [&] { return is_folder(publication.data()); }),
-        publication.data().string(),
+        CheckpointError, seen, publication.data().string(),
         ", which rank 0 made, is not to be seen: is this folder "
         "shared between the ranks?");
     const auto text = steps.write();
@@ -291,7 +356,7 @@ void publish(const Publication& publication, const PublicationSteps& steps) {
   } catch (...) {
     auto reason = current_exception_text();
     // Another rank's reason says which rank already.
-    if (!starts_with(reason, "rank ")) {
+    if (!reason.starts_with("rank ")) {
       reason = c10::str("rank ", publication.rank, ": ", reason);
     }
     give_up(publication, reason);

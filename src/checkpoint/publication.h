@@ -24,7 +24,7 @@ namespace fsdp::detail {
 // after which the old one is removed. So at any moment TARGET is a complete
 // checkpoint, the old one or the new one, whoever is killed. Only where a file
 // system cannot exchange (some network ones) there is a moment without: the old
-// one is then TARGET.tmp-ID/old.
+// one is then TARGET.tmp-ID/old0, from where it goes back before the rest is removed.
 //
 // The ranks communicate by these files alone, so that a save may go on in a thread
 // of its own while the ranks' collectives are about something else.
@@ -48,6 +48,9 @@ struct Publication {
     return folder() / "data";
   }
 };
+
+/// Behind the name of a checkpoint that is being removed.
+inline constexpr const char* kRemovedSuffix = ".tmp-removed";
 
 /// Without a trailing slash and dots.
 Path clean_path(const Path& path);

@@ -11,6 +11,13 @@
 
 namespace fsdp::detail {
 
+namespace {
+
+// Bytes between two runs that are read rather than skipped by another call.
+constexpr int64_t kMaxGap = 64 << 10;
+
+} // namespace
+
 const File& Reader::file(const std::string& name) {
   constexpr size_t kMaxOpen = 64;
   auto found = files_.find(name);
@@ -29,7 +36,7 @@ void Reader::read_block(
   const auto piece_bytes = *tensor_bytes(piece.box.sizes, stored.dtype);
   const bool check = verify_ && !piece.crcs.empty();
   const auto number = copies[0].from / kBlockBytes;
-  // All of the block to check it, else just what is needed.
+  // All of the block to check it, else from the first to the last that is needed.
   const auto begin = check ? number * kBlockBytes : copies.front().from;
   const auto end =
       check ? std::min(begin + kBlockBytes, piece_bytes) : copies.back().from + copies.back().bytes;
@@ -69,6 +76,7 @@ at::Tensor Reader::read(const StoredTensor& stored, const LocalTensor& target) {
       if (!common) {
         continue;
       }
+      const bool check = verify_ && !piece.crcs.empty();
       const auto flush = [&] {
         if (!copies.empty()) {
           read_block(stored, piece, copies);
@@ -80,7 +88,9 @@ at::Tensor Reader::read(const StoredTensor& stored, const LocalTensor& target) {
             run.from * element_bytes, memory + run.to * element_bytes, run.length * element_bytes};
         while (left.bytes > 0) { // by blocks
           const auto number = left.from / kBlockBytes;
-          if (!copies.empty() && copies[0].from / kBlockBytes != number) {
+          const bool far = !copies.empty() && !check &&
+                           left.from - (copies.back().from + copies.back().bytes) > kMaxGap;
+          if (far || (!copies.empty() && copies[0].from / kBlockBytes != number)) {
             flush();
           }
           const auto bytes = std::min(left.bytes, (number + 1) * kBlockBytes - left.from);

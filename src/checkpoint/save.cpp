@@ -19,9 +19,8 @@ void save(
     const StateDict& state,
     const Path& path,
     const SaveOptions& options,
-    const std::function<void()>& after) {
-  finish_previous_save();
-  run_save(begin_save(state, path, options), after);
+    const SeriesSteps& steps) {
+  run_save(begin_save(state, path, options), steps);
 }
 
 } // namespace detail

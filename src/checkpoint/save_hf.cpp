@@ -79,7 +79,6 @@ void save_hf(
       options.max_file_bytes > 0, "[save_hf] max_file_bytes is ", options.max_file_bytes);
   const detail::NameRules rename(options.names);
   at::NoGradGuard no_grad;
-  detail::finish_previous_save();
   StateDict tensors; // there is no place for other values
   for (const auto& [key, value] : state) {
     if (detail::local_tensor(value)) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <map>
 
 #include "base/check.h"
@@ -42,7 +43,10 @@ std::vector<Greeting> exchange_greetings(const Greeting& mine) {
 
 void check_greetings(const std::vector<Greeting>& all) {
   for (size_t rank = 0; rank < all.size(); ++rank) {
-    FSDP_CHECK_AS(CheckpointError, all[rank].error.empty(), "rank ", rank, ": ", all[rank].error);
+    const auto& error = all[rank].error;
+    FSDP_CHECK_AS(
+        CheckpointError, error.empty(),
+        error.starts_with("rank ") ? "" : c10::str("rank ", rank, ": "), error);
     FSDP_CHECK_AS(
         CheckpointError, all[rank].path == all[0].path, "[save] rank 0 saves ", all[0].path,
         ", rank ", rank, " saves ", all[rank].path);
@@ -154,6 +158,7 @@ SaveJob begin_save(const StateDict& state, const Path& path, const SaveOptions& 
   PlanRequest request;
   Greeting mine;
   try {
+    finish_previous_save();
     publication.target = clean_path(path);
     request = make_request(state);
     if (world.rank == 0) {
@@ -163,10 +168,12 @@ SaveJob begin_save(const StateDict& state, const Path& path, const SaveOptions& 
   } catch (const std::exception&) {
     mine.error = current_exception_text();
   }
+  bool agreed = false;
   try {
     const auto all = exchange_greetings(mine);
     check_greetings(all);
     publication.id = all[0].id;
+    agreed = true;
     std::vector<std::string> places;
     bool equal = true;
     for (const auto& greeting : all) {
@@ -176,7 +183,9 @@ SaveJob begin_save(const StateDict& state, const Path& path, const SaveOptions& 
     const auto lists = equal ? std::vector<std::string>{request.list} : gather_texts(request.list);
     job.plan = make_plan(state, world.rank, lists, places);
   } catch (...) {
-    if (world.rank == 0 && !publication.id.empty()) {
+    if (agreed) { // the others may not have failed, and be waiting
+      give_up(publication, c10::str("rank ", world.rank, ": ", current_exception_text()));
+    } else if (world.rank == 0 && !publication.id.empty()) {
       remove_tree(publication.folder());
     }
     throw;
@@ -206,24 +215,31 @@ Catalog merge_catalogs(
   return merged;
 }
 
-void complete(Catalog catalog, const Publication& publication) {
+void complete(Catalog catalog, const Publication& publication, int64_t newest_time) {
   using namespace std::chrono;
+  const int64_t now = duration_cast<nanoseconds>(system_clock::now().time_since_epoch()).count();
+  const bool has_next = newest_time < std::numeric_limits<int64_t>::max();
   catalog.id = publication.id;
-  catalog.time = duration_cast<nanoseconds>(system_clock::now().time_since_epoch()).count();
+  catalog.time = std::max(now, newest_time + (has_next ? 1 : 0));
   const auto file = publication.data() / kManifestName;
   write_text(file, manifest_text(catalog, file.string()));
 }
 
-void run_save(const SaveJob& job, const std::function<void()>& after) {
+void run_save(const SaveJob& job, const SeriesSteps& steps) {
   const auto& publication = job.publication;
   publish(
-      publication, {.write = [&] { return rank_text(job, write_parts(job)); },
+      publication, {.write =
+                        [&] {
+                          FSDP_CHECK_AS(CheckpointError, job.error.empty(), job.error);
+                          return rank_text(job, write_parts(job));
+                        },
                     .finish =
                         [&](const std::vector<std::string>& texts) {
                           complete(
-                              merge_catalogs(job.plan, texts, publication.target), publication);
+                              merge_catalogs(job.plan, texts, publication.target), publication,
+                              steps.newest_time ? steps.newest_time() : 0);
                         },
-                    .after = after});
+                    .after = steps.after});
 }
 
 } // namespace fsdp::detail

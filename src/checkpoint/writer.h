@@ -21,15 +21,24 @@ namespace fsdp::detail {
 struct SaveJob {
   Publication publication;
   SavePlan plan;
+  std::string error = {}; // why this rank cannot write: the save fails with it
 };
 
-/// Draws the id on rank 0 and plans. Collective over the world; throws on all ranks
-/// if it does on one, and nothing is left then.
+/// What rank 0 does for a series; each may be empty.
+struct SeriesSteps {
+  /// The time of the newest that is there.
+  std::function<int64_t()> newest_time = {};
+  /// When the checkpoint is in place.
+  std::function<void()> after = {};
+};
+
+/// Waits for this rank's save that is under way, draws the id on rank 0 and plans.
+/// Collective over the world; throws on all ranks if it does on one, or if the save
+/// before has failed, and nothing is left then.
 SaveJob begin_save(const StateDict& state, const Path& path, const SaveOptions& options);
 
 /// Writes this rank's files, waits for the others, and completes the checkpoint.
-/// `after`: on rank 0, when it is in place.
-void run_save(const SaveJob& job, const std::function<void()>& after = {});
+void run_save(const SaveJob& job, const SeriesSteps& steps = {});
 
 /// The bytes of a part in host memory, without gaps: its own where it is so already.
 at::Tensor host_bytes(const at::Tensor& data);
@@ -42,8 +51,8 @@ SafetensorsHeader shard_header(
     std::vector<SafetensorsEntry> entries,
     const std::map<std::string, std::vector<int64_t>>& offsets,
     const std::string& file);
-/// Writes the manifest.
-void complete(Catalog catalog, const Publication& publication);
+/// Writes the manifest, with a time later than `newest_time`: clocks differ.
+void complete(Catalog catalog, const Publication& publication, int64_t newest_time = 0);
 
 /// The catalog of all ranks' parts; throws unless these make every tensor of `plan`.
 Catalog merge_catalogs(
@@ -51,19 +60,13 @@ Catalog merge_catalogs(
 
 // One save at a time per rank; in async_save.cpp.
 
-/// save and async_save, and what rank 0 does when the checkpoint is in place.
 void save(
-    const StateDict& state,
-    const Path& path,
-    const SaveOptions& options,
-    const std::function<void()>& after);
+    const StateDict& state, const Path& path, const SaveOptions& options, const SeriesSteps& steps);
 std::future<void> async_save(
-    const StateDict& state,
-    const Path& path,
-    const SaveOptions& options,
-    const std::function<void()>& after);
+    const StateDict& state, const Path& path, const SaveOptions& options, const SeriesSteps& steps);
 
-/// Waits for this rank's save that is under way, and throws what it threw.
+/// Waits for this rank's save that is under way, and throws what it threw, once.
+/// For begin_save, which lets all ranks know.
 void finish_previous_save();
 
 } // namespace fsdp::detail

@@ -90,7 +90,7 @@ std::shared_ptr<ForwardRecord> CommContext::forward_before(const ForwardRecord& 
   for (size_t i = record.index; i > 0; --i) {
     if (auto before = order_[i - 1].lock()) {
       // Microbatches may go first in, first out; then its turn is over.
-      return before->backwards < record.backwards ? before : nullptr;
+      return before->is_over ? nullptr : before;
     }
   }
   return nullptr;

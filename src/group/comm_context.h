@@ -17,7 +17,7 @@ class FSDPParamGroup;
 struct ForwardRecord {
   std::vector<std::weak_ptr<FSDPParamGroup>> groups; // of one module
   size_t index = 0;                                  // in the post-forward order
-  int backwards = 0;                                 // that went through it
+  bool is_over = false;                              // a backward freed its graph
 };
 
 // Note [Who keeps communication buffers alive]

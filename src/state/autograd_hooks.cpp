@@ -136,4 +136,8 @@ bool inside_backward() {
   return torch::autograd::get_current_graph_task_id() != -1;
 }
 
+bool keeps_graph() {
+  return torch::autograd::get_current_graph_task_keep_graph();
+}
+
 } // namespace fsdp::detail

@@ -32,5 +32,7 @@ void at_end_of_backward(std::function<void()> callback, std::function<void()> cu
 
 /// Whether the calling thread is inside a backward.
 bool inside_backward();
+/// Whether the one under way leaves its graph for another.
+bool keeps_graph();
 
 } // namespace fsdp::detail

@@ -43,7 +43,7 @@ void FSDPState::pre_backward(ForwardRecord& record, uint64_t version, bool parti
       version == shard_version() && !replaced, "[fully_shard] parameters of '", name_,
       "' were modified (an optimizer step, for example) between its forward and its backward, "
       "which would compute gradients of something else; run forward again after the step");
-  ++record.backwards;
+  record.is_over = !keeps_graph();
   if (partial) {
     queue_partial_callback();
   } else {

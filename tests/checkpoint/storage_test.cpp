@@ -145,6 +145,9 @@ struct BadHeader {
   const char* says;
   std::string file;
 };
+void PrintTo(const BadHeader& header, std::ostream* out) {
+  *out << header.says;
+}
 
 class BadHeaders : public testing::TestWithParam<BadHeader> {};
 
