@@ -1,5 +1,10 @@
 #include <ATen/ATen.h>
+#include <sys/mman.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -12,6 +17,35 @@
 namespace fsdp::detail {
 
 namespace {
+
+/// A hint: the first save touches all of the memory, a page at a time.
+void use_huge_pages(void* data, size_t bytes) {
+  constexpr uintptr_t kPage = 2 << 20;
+  const auto begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
+  const auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
+  if (begin < end) {
+    (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  }
+}
+
+/// Past the caches, which hold what training needs next. `to` is aligned to 16 bytes.
+void copy_past_caches(char* to, const char* from, size_t bytes) {
+  size_t done = 0;
+#if defined(__SSE2__)
+  for (; done + 64 <= bytes; done += 64) {
+    const auto* in = reinterpret_cast<const __m128i*>(from + done);
+    auto* out = reinterpret_cast<__m128i*>(to + done);
+    const auto a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
+    const auto c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
+    _mm_stream_si128(out, a);
+    _mm_stream_si128(out + 1, b);
+    _mm_stream_si128(out + 2, c);
+    _mm_stream_si128(out + 3, d);
+  }
+  _mm_sfence();
+#endif
+  std::memcpy(to + done, from + done, bytes - done);
+}
 
 /// A rank's save in the background, and the host memory that it and the next ones
 /// copy the tensors to: memory that has been used before is several times faster.
@@ -79,13 +113,20 @@ class Background {
     if (!memory_.defined() || memory_.numel() < total || (on_device && !memory_.is_pinned())) {
       memory_ = at::Tensor(); // never both
       memory_ = at::empty({total}, at::device(at::kCPU).dtype(at::kByte).pinned_memory(on_device));
+      use_huge_pages(memory_.mutable_data_ptr(), static_cast<size_t>(total));
     }
     int64_t offset = 0;
     for (auto& part : parts) {
       const auto bytes = static_cast<int64_t>(part.data.nbytes());
       auto copy =
           memory_.narrow(0, offset, bytes).view(part.data.scalar_type()).view(part.data.sizes());
-      copy.copy_(part.data);
+      if (part.data.is_cpu() && part.data.is_contiguous()) {
+        copy_past_caches(
+            static_cast<char*>(copy.mutable_data_ptr()),
+            static_cast<const char*>(part.data.const_data_ptr()), part.data.nbytes());
+      } else {
+        copy.copy_(part.data);
+      }
       part.data = std::move(copy);
       offset += aligned(bytes);
     }

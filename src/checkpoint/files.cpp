@@ -66,6 +66,16 @@ int64_t File::size() const {
   return info.st_size;
 }
 
+std::string File::version() const {
+  struct stat status{};
+  if (fstat(fd_.get(), &status) != 0) {
+    throw_system_error("looked at", path_, errno);
+  }
+  return c10::str(
+      status.st_dev, ':', status.st_ino, ':', status.st_size, ':', status.st_mtim.tv_sec, ':',
+      status.st_mtim.tv_nsec);
+}
+
 void File::read(int64_t offset, void* data, int64_t size) const {
   auto* bytes = static_cast<char*>(data);
   for (int64_t done = 0; done < size;) {

@@ -29,6 +29,8 @@ class File {
     return path_;
   }
   int64_t size() const;
+  /// The same as long as nobody writes to it or puts another one in its place.
+  std::string version() const;
   /// All of it, or an error that says how much is missing.
   void read(int64_t offset, void* data, int64_t size) const;
   void write(int64_t offset, const void* data, int64_t size) const;

@@ -2,6 +2,7 @@
 #include <ATen/MemoryOverlap.h>
 
 #include <algorithm>
+#include <optional>
 
 #include <fsdp/checkpoint.h>
 
@@ -15,19 +16,13 @@ namespace fsdp {
 
 namespace {
 
-/// What a rank has read and not yet put in place.
-struct Loaded {
-  std::string id;
-  std::vector<std::pair<at::Tensor, at::Tensor>> tensors; // live, read
-  std::vector<std::pair<std::string, StateDict::Value>> values;
-};
-
 /// A key of the state dict, and what it is filled from: one of the last two.
 struct Source {
   const std::string* key = nullptr;
   std::optional<detail::LocalTensor> target;
   const detail::StoredTensor* tensor = nullptr;
   const detail::StoredValue* value = nullptr;
+  at::Tensor kept = {}; // what was read, where it cannot go straight to the target
 };
 
 bool is_partial(const StateDict::Value& value) {
@@ -89,34 +84,65 @@ std::vector<Source> find_sources(
   return sources;
 }
 
-Loaded read_all(
-    const StateDict& state, const std::filesystem::path& path, const LoadOptions& options) {
-  const auto catalog = detail::open_catalog(path);
-  detail::Reader reader(catalog, options.verify);
-  Loaded loaded{.id = catalog.id};
-  for (const auto& source : find_sources(state, catalog, options)) {
-    if (source.target) {
-      // In its own dtype at once: the file's may be larger.
-      loaded.tensors.emplace_back(
-          source.target->local.detach(),
-          reader.read(*source.tensor, *source.target).to(source.target->local.scalar_type()));
-    } else {
-      std::visit(
-          [&](const auto& value) { loaded.values.emplace_back(*source.key, value); },
-          *source.value);
+/// Whether the file's bytes are those that the tensor has in memory.
+bool goes_straight(const Source& source) {
+  const auto& local = source.target->local;
+  return local.is_cpu() && local.is_contiguous() && local.scalar_type() == source.tensor->dtype;
+}
+
+/// A rank's load: all that can fail when it is made, changes by `finish`. What goes
+/// straight into the live tensors is read twice, from the page cache the second time:
+/// quicker than to keep a copy, and without its memory. Others are kept.
+class Loading {
+ public:
+  Loading(const StateDict& state, const std::filesystem::path& path, const LoadOptions& options)
+      : catalog_(detail::open_catalog(path)),
+        reader_(catalog_, options.verify),
+        sources_(find_sources(state, catalog_, options)) {
+    for (auto& source : sources_) {
+      if (source.target && goes_straight(source)) {
+        reader_.check(*source.tensor, *source.target);
+      } else if (source.target) {
+        // In its own dtype at once: the file's may be larger.
+        source.kept =
+            reader_.read(*source.tensor, *source.target).to(source.target->local.scalar_type());
+      }
     }
   }
-  return loaded;
-}
+
+  const std::string& id() const {
+    return catalog_.id;
+  }
+
+  void finish(StateDict& state) {
+    for (auto& source : sources_) {
+      if (source.kept.defined()) {
+        source.target->local.detach().copy_(source.kept);
+        source.kept = at::Tensor(); // as soon as it can be
+      } else if (source.target) {
+        const auto live = source.target->local.detach();
+        reader_.read_checked(*source.tensor, *source.target, live.mutable_data_ptr());
+        live.unsafeGetTensorImpl()->bump_version();
+      } else {
+        std::visit([&](const auto& value) { state.set(*source.key, value); }, *source.value);
+      }
+    }
+  }
+
+ private:
+  const detail::Catalog catalog_;
+  detail::Reader reader_;
+  std::vector<Source> sources_;
+};
 
 } // namespace
 
 void load(StateDict& state, const std::filesystem::path& path, const LoadOptions& options) {
   at::NoGradGuard no_grad;
-  Loaded loaded;
+  std::optional<Loading> loading;
   std::string error;
   try {
-    loaded = read_all(state, path, options);
+    loading.emplace(state, path, options);
   } catch (const std::exception&) {
     error = detail::current_exception_text();
     if (error.empty()) {
@@ -128,19 +154,13 @@ void load(StateDict& state, const std::filesystem::path& path, const LoadOptions
   for (size_t rank = 0; rank < errors.size(); ++rank) {
     FSDP_CHECK_AS(CheckpointError, errors[rank].empty(), "rank ", rank, ": ", errors[rank]);
   }
-  const auto ids = detail::gather_texts(loaded.id);
+  const auto ids = detail::gather_texts(loading->id());
   for (size_t rank = 0; rank < ids.size(); ++rank) {
     FSDP_CHECK_AS(
         CheckpointError, ids[rank] == ids[0], path.string(), ": rank ", rank,
         " read another checkpoint than rank 0: it was replaced meanwhile");
   }
-  for (auto& [live, read] : loaded.tensors) {
-    live.copy_(read);
-    read = at::Tensor(); // as soon as it can be
-  }
-  for (auto& [key, value] : loaded.values) {
-    state.set(key, std::move(value));
-  }
+  loading->finish(state);
 }
 
 } // namespace fsdp

@@ -19,7 +19,7 @@ constexpr int64_t kMaxGap = 64 << 10;
 } // namespace
 
 const File& Reader::file(const std::string& name) {
-  constexpr size_t kMaxOpen = 64;
+  constexpr size_t kMaxOpen = 256;
   auto found = files_.find(name);
   if (found == files_.end()) {
     if (files_.size() >= kMaxOpen) {
@@ -27,24 +27,31 @@ const File& Reader::file(const std::string& name) {
     }
     found = files_.emplace(name, File::open(catalog_.folder / name)).first;
   }
+  const auto version = found->second.version();
+  FSDP_CHECK_AS(
+      CheckpointError, versions_.emplace(name, version).first->second == version,
+      found->second.path().string(), ": was changed while it was read");
   return found->second;
 }
 
-/// `copies` lie in one block, in order.
+/// `copies` lie in one block, in order. Without `memory` nothing is copied.
 void Reader::read_block(
-    const StoredTensor& stored, const StoredPiece& piece, const std::vector<Copy>& copies) {
+    const StoredTensor& stored,
+    const StoredPiece& piece,
+    const std::vector<Copy>& copies,
+    bool check,
+    char* memory) {
   const auto piece_bytes = *tensor_bytes(piece.box.sizes, stored.dtype);
-  const bool check = verify_ && !piece.crcs.empty();
   const auto number = copies[0].from / kBlockBytes;
   // All of the block to check it, else from the first to the last that is needed.
   const auto begin = check ? number * kBlockBytes : copies.front().from;
   const auto end =
       check ? std::min(begin + kBlockBytes, piece_bytes) : copies.back().from + copies.back().bytes;
-  const bool direct = copies.size() == 1 && copies[0].bytes == end - begin;
+  const bool direct = memory && copies.size() == 1 && copies[0].bytes == end - begin;
   if (!direct) {
     block_.resize(static_cast<size_t>(std::max<int64_t>(end - begin, block_.size())));
   }
-  auto* bytes = direct ? copies[0].to : block_.data();
+  auto* bytes = direct ? memory + copies[0].to : block_.data();
   file(piece.file).read(piece.offset + begin, bytes, end - begin);
   FSDP_CHECK_AS(
       CheckpointError,
@@ -53,17 +60,30 @@ void Reader::read_block(
       (catalog_.folder / piece.file).string(), ", tensor '", stored.name, "': bytes ",
       piece.offset + begin, " to ", piece.offset + end,
       " are damaged: they do not match their checksum");
-  if (!direct) {
+  if (memory && !direct) {
     for (const auto& copy : copies) {
-      std::memcpy(copy.to, bytes + (copy.from - begin), static_cast<size_t>(copy.bytes));
+      std::memcpy(memory + copy.to, bytes + (copy.from - begin), static_cast<size_t>(copy.bytes));
     }
   }
 }
 
+void Reader::check(const StoredTensor& stored, const LocalTensor& target) {
+  visit(stored, target, verify_, nullptr);
+}
+
 at::Tensor Reader::read(const StoredTensor& stored, const LocalTensor& target) {
+  auto result = at::empty(target.local.sizes(), at::device(at::kCPU).dtype(stored.dtype));
+  visit(stored, target, verify_, static_cast<char*>(result.mutable_data_ptr()));
+  return result;
+}
+
+void Reader::read_checked(const StoredTensor& stored, const LocalTensor& target, void* memory) {
+  visit(stored, target, /*verify=*/false, static_cast<char*>(memory));
+}
+
+void Reader::visit(
+    const StoredTensor& stored, const LocalTensor& target, bool verify, char* memory) {
   const auto local_sizes = target.local.sizes().vec();
-  auto result = at::empty(local_sizes, at::device(at::kCPU).dtype(stored.dtype));
-  auto* memory = static_cast<char*>(result.mutable_data_ptr());
   const auto element_bytes = static_cast<int64_t>(c10::elementSize(stored.dtype));
   std::vector<Copy> copies; // of one block
   for (const auto& [box, at] : target.boxes) {
@@ -76,16 +96,15 @@ at::Tensor Reader::read(const StoredTensor& stored, const LocalTensor& target) {
       if (!common) {
         continue;
       }
-      const bool check = verify_ && !piece.crcs.empty();
+      const bool check = verify && !piece.crcs.empty();
       const auto flush = [&] {
         if (!copies.empty()) {
-          read_block(stored, piece, copies);
+          read_block(stored, piece, copies, check, memory);
           copies.clear();
         }
       };
       for_each_run(*common, {piece.box.offsets, piece.box.sizes}, local, [&](const CopyRun& run) {
-        Copy left{
-            run.from * element_bytes, memory + run.to * element_bytes, run.length * element_bytes};
+        Copy left{run.from * element_bytes, run.to * element_bytes, run.length * element_bytes};
         while (left.bytes > 0) { // by blocks
           const auto number = left.from / kBlockBytes;
           const bool far = !copies.empty() && !check &&
@@ -101,7 +120,6 @@ at::Tensor Reader::read(const StoredTensor& stored, const LocalTensor& target) {
       flush();
     }
   }
-  return result;
 }
 
 } // namespace fsdp::detail

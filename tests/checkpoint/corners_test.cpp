@@ -391,7 +391,8 @@ TEST(CheckpointCorners, ARankReadsOnlyWhatItNeeds) {
     load(state, path);
   });
   const auto read = proc_number("io", "rchar") - before;
-  EXPECT_LE(read, whole_values.nbytes() * 3 / 2) << "all ranks together";
+  // Once to check, and once into the tensors.
+  EXPECT_LE(read, whole_values.nbytes() * 9 / 4) << "all ranks together";
 }
 
 // ------------------------------------------------------------ Optimizers
