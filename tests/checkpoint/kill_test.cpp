@@ -13,6 +13,7 @@
 
 #include "checkpoint/checkpoints.h"
 #include "checkpoint/writer.h"
+#include "support/processes.h"
 
 namespace fsdp {
 namespace {
@@ -127,6 +128,60 @@ TEST(KilledSave, TheLastGoodCheckpointLoadsEveryTime) {
   EXPECT_GT(num_replaced, 0) << "no kill came after the new one was in place";
   save(state_of(1000), path); // what the dead have left is in nobody's way
   EXPECT_EQ(loaded_generation(path), 1000);
+}
+
+/// From the first folder to the last of the rotation.
+TEST(KilledSave, ASeriesAlwaysHasALastOne) {
+  const auto root = temporary_folder() + "/run";
+  const CheckpointSeries series(root, {.keep = 2});
+  int64_t step = 1;
+  CheckpointSeries(series).save(step, state_of(step));
+  int num_killed = 0;
+  int num_finished = 0;
+  for (int change = 0; num_finished < 3; ++change) { // beyond the last change nothing kills
+    ASSERT_LT(change, 200);
+    const auto next = step + 1;
+    const auto pid = fork();
+    if (pid == 0) {
+      kill_at(change);
+      CheckpointSeries(series).save(next, state_of(next));
+      _exit(0);
+    }
+    int status = 0;
+    waitpid(pid, &status, 0);
+    const bool killed = WIFSIGNALED(status);
+    ASSERT_TRUE(killed || WEXITSTATUS(status) == 0);
+    const auto latest = series.latest();
+    ASSERT_TRUE(latest) << "killed at change " << change;
+    const auto found = loaded_generation(latest->string());
+    ASSERT_TRUE(found == step || found == next) << found;
+    ASSERT_TRUE(killed || found == next);
+    // What the link names may be older, but is complete.
+    const auto linked = loaded_generation(root + "/latest");
+    ASSERT_TRUE(linked == step || linked == next) << linked;
+    for (const auto& [number, path] : series.list()) {
+      ASSERT_EQ(loaded_generation(path.string()), number);
+    }
+    num_killed += killed;
+    num_finished += !killed;
+    step = found;
+  }
+  EXPECT_GT(num_killed, 20);
+}
+
+TEST(AsyncSave, IsFinishedBeforeTheProcessEnds) {
+  const auto path = temporary_folder() + "/checkpoint";
+  const auto ended = spawn_ranks(
+      1,
+      [] {
+        // Its future is dropped, and nobody waits.
+        (void)async_save(state_of(3), std::getenv("TEST_PATH"));
+      },
+      [&](int) { return Environment{{"TEST_PATH", path}}; });
+  if (!ended.empty()) {
+    EXPECT_EQ(ended[0].exit_code, 0) << ended[0].output;
+    EXPECT_EQ(loaded_generation(path), 3);
+  }
 }
 
 TEST(KilledSave, TheOthersNameWhoIsMissing) {

@@ -51,10 +51,6 @@ double train(Stack& net, torch::optim::Optimizer& optimizer, int step) {
   return loss.item<double>();
 }
 
-torch::Tensor state_of(const StateDict& state, const std::string& key) {
-  return local_of(state.at("state." + key));
-}
-
 // ------------------------------------------------------------ Get
 
 TEST(OptimizerStateDict, HasPythonsNamesAndTheParametersPlacements) {
