@@ -197,7 +197,7 @@ TEST(OptimizerStateDict, MovesBetweenNumbersOfRanks) {
         SCOPED_TRACE(c10::str("from ", from, " to ", to));
         for (const bool broadcast : {true, false}) {
           run_ranks(to, [&, make = make](int rank) {
-            auto net = Stack(5);
+            auto net = unseeded<Stack>(5);
             shard_stack(net);
             auto optimizer = make(net->parameters());
             const StateDictOptions options{.broadcast_from_rank0 = broadcast};
@@ -237,7 +237,7 @@ TEST(OptimizerStateDict, ShardedOnHsdpAndOnTheHost) {
     EXPECT_TRUE(average.to_local().is_cpu());
     const auto expected = train(net, optimizer, 1);
 
-    auto resumed = Stack(5);
+    auto resumed = unseeded<Stack>(5);
     shard_stack(resumed, options);
     torch::optim::Adam fresh(resumed->parameters(), 1e-3);
     set_model_state_dict(resumed, model);

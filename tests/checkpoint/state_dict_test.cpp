@@ -395,14 +395,14 @@ TEST(ModelStateDict, TakesDTensorsPlacedInAnotherWay) {
     auto by_dp = seeded<MLPStack>(6);
     shard(by_dp, {.mesh = line});
     for (auto* from : {&by_tp, &by_dp}) {
-      auto net = MLPStack(6);
+      auto net = unseeded<MLPStack>(6);
       parallelize(net, mesh["tp"]);
       shard(net, {.mesh = mesh["dp"]});
       set_model_state_dict(net, get_model_state_dict(*from));
       expect_full(get_model_state_dict(net), original);
     }
     // On the same mesh.
-    auto net = MLPStack(6);
+    auto net = unseeded<MLPStack>(6);
     shard(net, {.mesh = line});
     StateDict replicated;
     for (const auto& [key, value] : original) {
@@ -411,7 +411,7 @@ TEST(ModelStateDict, TakesDTensorsPlacedInAnotherWay) {
     set_model_state_dict(net, replicated);
     expect_full(get_model_state_dict(net), original);
     // Into a model that nobody divided.
-    auto plain = MLPStack(6);
+    auto plain = unseeded<MLPStack>(6);
     set_model_state_dict(plain, get_model_state_dict(by_dp));
     expect_same_state(plain_state(*plain), original);
   });

@@ -30,6 +30,13 @@ inline StateDict copy_of(const StateDict& state) {
   return copy;
 }
 
+/// Of whatever values; not while another rank draws those of a seed.
+template <class Holder, class... Args>
+Holder unseeded(const Args&... args) {
+  std::lock_guard lock(default_generator_mutex);
+  return Holder(args...);
+}
+
 /// Bit for bit, and of the same types, meshes and placements.
 inline void expect_same_state(const StateDict& actual, const StateDict& expected) {
   ASSERT_EQ(actual.keys(), expected.keys());
