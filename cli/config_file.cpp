@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <map>
 #include <set>
 #include <sstream>
 
@@ -73,18 +74,19 @@ void add_json(std::vector<std::string>& words, const Json& object) {
 
 void add_toml(std::vector<std::string>& words, const std::string& text) {
   std::istringstream stream(text);
-  std::vector<std::string> table;
+  std::map<std::string, std::vector<std::string>> tables;
   for (const auto& item : CLI::ConfigTOML().from_config(stream)) {
-    if (item.name == "++" || item.name == "--") { // CLI11's marks of a section
-      if (item.name == "--" && !table.empty()) {
-        words.push_back(word(item.parents.back(), joined(table)));
-        table.clear();
-      }
-    } else if (!item.parents.empty() && kTables.contains(item.parents.back())) {
-      table.push_back(item.name + "=" + joined(item.inputs));
+    if (item.name == "++" || item.name == "--") {
+      continue; // CLI11's marks of a section
+    }
+    if (!item.parents.empty() && kTables.contains(item.parents.back())) {
+      tables[item.parents.back()].push_back(item.name + "=" + joined(item.inputs));
     } else {
       words.push_back(word(item.name, joined(item.inputs)));
     }
+  }
+  for (const auto& [name, parts] : tables) {
+    words.push_back(word(name, joined(parts)));
   }
 }
 

@@ -43,6 +43,10 @@ int64_t default_hidden(int64_t dim) {
   return (8 * dim / 3 + 31) / 32 * 32;
 }
 
+int64_t default_kv_heads(int64_t heads) {
+  return heads % 2 == 0 ? heads / 2 : heads;
+}
+
 RMSNormImpl::RMSNormImpl(int64_t dim, double eps)
     : weight(register_parameter("weight", torch::ones({dim}))), eps(eps) {}
 

@@ -31,6 +31,8 @@ struct ModelDims {
 
 /// The usual size of `hidden`: two thirds of 4 * dim, rounded up to 32.
 int64_t default_hidden(int64_t dim);
+/// Half as many as heads, or as many where that does not go.
+int64_t default_kv_heads(int64_t heads);
 
 // Modules and parameters carry the names that Hugging Face gives them. None of
 // the weights means anything before `init_weights`.

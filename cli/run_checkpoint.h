@@ -40,6 +40,7 @@ struct SavedRun {
   RunIdentity identity;
   int64_t step = 0;
   int64_t ranks = 0;
+  std::string mesh; // as --mesh takes it
 };
 
 /// Where the checkpoints of a run lie.
@@ -51,7 +52,7 @@ std::filesystem::path checkpoints_of(const std::string& run);
 SavedRun find_saved_run(const std::string& path);
 
 /// Options that were not `given` become those of the checkpoint. Refuses, by name,
-/// what would make another run of it; --steps and --lr may change.
+/// what would make another run of it; --steps and the optimizer's may change.
 void adopt_options(RunIdentity& mine, const SavedRun& saved, const std::set<std::string>& given);
 /// Refuses another text than that of the checkpoint.
 void check_text(const RunIdentity& mine, const SavedRun& saved);
