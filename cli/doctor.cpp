@@ -5,16 +5,13 @@
 #include <sys/socket.h>
 #include <sys/statvfs.h>
 #include <sys/sysinfo.h>
-#include <torch/cuda.h>
+#include <torch/torch.h>
 #include <torch/version.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstdio>
+#include <chrono>
 #include <cstdlib>
-#include <cstring>
-#include <memory>
 #include <sstream>
 #include <string>
 #include <thread>

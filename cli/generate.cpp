@@ -50,7 +50,7 @@ Transformer load_model(const SavedRun& saved) {
 
 int generate(const GenerateOptions& options) {
   check(options);
-  const auto saved = find_saved_run(options.checkpoint);
+  const auto saved = find_saved_run(options.checkpoint, "--checkpoint");
   std::string text;
   run_ranks(1, [&](int) {
     auto model = load_model(saved);

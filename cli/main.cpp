@@ -57,14 +57,13 @@ void check_options(const CLI::App& command, const std::vector<std::string>& word
   }
 }
 
-/// The words of a command that takes a file of options, with what the file says,
-/// last word first as CLI11 wants them; none for the other commands.
-std::vector<std::string> words_of_train(const CLI::App& app, int argc, char** argv) {
+/// The words of `train` with what its --config says, last word first as CLI11
+/// wants them; none for the other commands.
+std::vector<std::string> words_of_train(int argc, char** argv) {
   if (argc < 2 || std::string(argv[1]) != "train") {
     return {};
   }
   auto words = fsdp::cli::expand_config({argv + 2, argv + argc});
-  check_options(*app.get_subcommand("train"), words);
   words.insert(words.begin(), "train");
   std::reverse(words.begin(), words.end());
   return words;
@@ -108,11 +107,16 @@ int main(int argc, char** argv) {
   fsdp::cli::add_doctor(app, action);
   try {
     check_command(app, argc, argv);
-    auto words = words_of_train(app, argc, argv);
-    if (words.empty()) {
-      app.parse(cut_program(app, argc, argv), argv);
-    } else {
+    auto words = words_of_train(argc, argv);
+    if (!words.empty()) {
+      check_options(*app.get_subcommand("train"), words);
       app.parse(words);
+    } else {
+      argc = cut_program(app, argc, argv);
+      if (argc >= 2 && argv[1][0] != '-' && std::string(argv[1]) != "run") {
+        check_options(*app.get_subcommand(argv[1]), {argv + 2, argv + argc});
+      }
+      app.parse(argc, argv);
     }
     return action();
   } catch (const CLI::ParseError& error) {

@@ -137,7 +137,8 @@ void Narrator::step(const StepRecord& record) {
     progress_->update(record);
   }
   if (to_programs()) {
-    Json json{{"event", "step"}};
+    Json json;
+    json["event"] = "step";
     json.update(to_json(record));
     print(json);
   }

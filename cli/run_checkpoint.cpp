@@ -66,13 +66,13 @@ std::filesystem::path checkpoints_of(const std::string& run) {
   return std::filesystem::path(run) / "checkpoints";
 }
 
-SavedRun find_saved_run(const std::string& path) {
+SavedRun find_saved_run(const std::string& path, const char* option /* = "--resume" */) {
   SavedRun saved;
   const auto latest = CheckpointSeries(checkpoints_of(path)).latest();
   saved.is_latest = latest.has_value();
   saved.path = latest.value_or(path);
   check_config(
-      latest || is_file(saved.path / "manifest.json"), "--resume: there is no complete checkpoint ",
+      latest || is_file(saved.path / "manifest.json"), option, ": there is no complete checkpoint ",
       "in ", checkpoints_of(path).string(), ", nor is ", path, " one");
   auto& config = saved.identity.config;
   config.model.kv_heads = config.model.hidden = 0; // early versions did not save them

@@ -48,8 +48,8 @@ std::filesystem::path checkpoints_of(const std::string& run);
 
 /// The newest complete checkpoint of a run's folder; or `path` is a checkpoint
 /// itself. Throws ConfigError where there is none, CheckpointError where it is not
-/// one of a training run. Not collective, and before there is a world.
-SavedRun find_saved_run(const std::string& path);
+/// one of a training run; `option` asked for it. Not collective, and before there is a world.
+SavedRun find_saved_run(const std::string& path, const char* option = "--resume");
 
 /// Options that were not `given` become those of the checkpoint. Refuses, by name,
 /// what would make another run of it; --steps and the optimizer's may change.

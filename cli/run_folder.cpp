@@ -53,10 +53,24 @@ RunFolder::RunFolder(const TrainOptions& options, int64_t before) : options_(opt
   }
   path_ = options.run.empty() ? new_run_folder(options.identity.config.device) : options.run;
   series_.emplace(checkpoints_of(path_), options.keep);
-  if (get_rank() == 0) {
-    make_folders(path_);
-    write_file(path_ + "/config.json", resolved(options).dump(2) + "\n");
-    metrics_.emplace(path_ + "/metrics.jsonl", before);
+  std::string failure;
+  try {
+    if (get_rank() == 0) {
+      make_folders(path_);
+      write_file(path_ + "/config.json", resolved(options).dump(2) + "\n");
+      metrics_.emplace(path_ + "/metrics.jsonl", before);
+    }
+  } catch (const CheckpointError& error) {
+    failure = error.what_without_backtrace();
+  }
+  // Every rank ends alike, rather than waiting for rank 0.
+  const auto failed =
+      torch::full({1}, failure.empty() ? 0 : 1, torch::Device(options.identity.config.device));
+  default_group().broadcast(failed, 0);
+  if (failed.item<double>() != 0) {
+    throw CheckpointError(
+        {__func__, __FILE__, __LINE__},
+        failure.empty() ? path_ + " cannot be written by rank 0" : failure);
   }
 }
 
