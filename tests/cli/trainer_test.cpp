@@ -1,6 +1,7 @@
 // What `fsdp train` is made of: text, model, loop.
 #include "cli/trainer.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <sys/stat.h>
 
 #include <fsdp/debug.h>
@@ -340,7 +341,7 @@ TEST(Trainer, DoesWhatThePlanSays) {
   }
 }
 
-TEST(Trainer, NamesTheFirstGradientThatIsNotFinite) {
+TEST(Trainer, NamesTheFirstParameterThatIsNotFinite) {
   const auto config = tiny_config();
   const Corpus corpus(sample_text());
   run_ranks(2, [&](int) {
