@@ -14,17 +14,26 @@ namespace fsdp::cli {
 
 namespace {
 
+constexpr int64_t kLongestText = 1024;
+
+/// What rank 0 says, as far as it fits. Collective.
+std::string from_first_rank(std::string text, const std::string& device) {
+  text.resize(kLongestText); // ends with a zero, at least one
+  text.back() = '\0';
+  const auto bytes = torch::from_blob(text.data(), {kLongestText}, torch::kByte);
+  const auto shared = bytes.to(torch::Device(device), /*non_blocking=*/false, /*copy=*/true);
+  default_group().broadcast(shared, 0);
+  bytes.copy_(shared);
+  return text.c_str();
+}
+
 /// runs/<date and time>, by the clock of rank 0. Collective.
 std::string new_run_folder(const std::string& device) {
   char text[16] = {};
   const auto now = std::time(nullptr);
   tm local{};
   std::strftime(text, sizeof(text), "%Y%m%d-%H%M%S", localtime_r(&now, &local));
-  const auto shared =
-      torch::from_blob(text, {sizeof(text)}, torch::kByte).to(torch::Device(device));
-  default_group().broadcast(shared, 0);
-  const auto host = shared.to(torch::kCPU);
-  return std::string("runs/") + static_cast<const char*>(host.const_data_ptr());
+  return "runs/" + from_first_rank(text, device);
 }
 
 /// With all folders above it. By hand: see corpus.cpp.
@@ -54,23 +63,19 @@ RunFolder::RunFolder(const TrainOptions& options, int64_t before) : options_(opt
   path_ = options.run.empty() ? new_run_folder(options.identity.config.device) : options.run;
   series_.emplace(checkpoints_of(path_), options.keep);
   std::string failure;
-  try {
-    if (get_rank() == 0) {
+  if (get_rank() == 0) {
+    try {
       make_folders(path_);
       write_file(path_ + "/config.json", resolved(options).dump(2) + "\n");
       metrics_.emplace(path_ + "/metrics.jsonl", before);
+    } catch (const CheckpointError& error) {
+      failure = error.what_without_backtrace();
     }
-  } catch (const CheckpointError& error) {
-    failure = error.what_without_backtrace();
   }
   // Every rank ends alike, rather than waiting for rank 0.
-  const auto failed =
-      torch::full({1}, failure.empty() ? 0 : 1, torch::Device(options.identity.config.device));
-  default_group().broadcast(failed, 0);
-  if (failed.item<double>() != 0) {
-    throw CheckpointError(
-        {__func__, __FILE__, __LINE__},
-        failure.empty() ? path_ + " cannot be written by rank 0" : failure);
+  failure = from_first_rank(failure, options.identity.config.device);
+  if (!failure.empty()) {
+    throw CheckpointError({__func__, __FILE__, __LINE__}, failure);
   }
 }
 

@@ -78,7 +78,7 @@ int train_steps(
     const auto record = make_record(result, run.step, seconds_since(start), config);
     folder.add(record);
     narrator.step(record);
-    if (result.asked != 0 && run.step < config.steps) {
+    if (result.asked != 0) {
       return result.asked;
     }
     folder.after_step(trainer, run);

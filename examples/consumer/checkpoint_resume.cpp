@@ -1,7 +1,6 @@
 // Saves in the middle of training on four ranks, and goes on on two: the weights
 // end up the same, to rounding.
 #include <fsdp/fsdp.h>
-#include <fsdp/nn.h>
 #include <stdlib.h>
 
 #include <iostream>

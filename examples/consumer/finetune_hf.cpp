@@ -2,7 +2,6 @@
 // ourselves first; a downloaded one is loaded in the same way. Only the head
 // learns: frozen weights are sharded and gathered, but have no gradients.
 #include <fsdp/fsdp.h>
-#include <fsdp/nn.h>
 #include <stdlib.h>
 
 #include <iostream>

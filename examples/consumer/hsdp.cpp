@@ -1,7 +1,6 @@
 // HSDP: two replicas of a model, each sharded over two ranks. Gradients are reduced
 // among the shards, then between the replicas.
 #include <fsdp/fsdp.h>
-#include <fsdp/nn.h>
 
 #include <iostream>
 

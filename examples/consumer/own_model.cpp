@@ -1,7 +1,6 @@
 // Your own model: built without memory, sharded, then filled; trained in bfloat16
 // with recomputed activations, clipped gradients and a look at the memory.
 #include <fsdp/fsdp.h>
-#include <fsdp/nn.h>
 
 #include <iostream>
 #include <vector>

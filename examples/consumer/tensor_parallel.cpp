@@ -1,7 +1,6 @@
 // Tensor parallelism under fully_shard: a 2 x 2 mesh, where two ranks share each
 // matrix and two share the batch. The loss is that of the whole model.
 #include <fsdp/fsdp.h>
-#include <fsdp/nn.h>
 
 #include <iostream>
 
