@@ -99,8 +99,8 @@ int main(int argc, char** argv) {
   app.require_subcommand(1);
   fsdp::cli::Action action;
   fsdp::cli::add_train(app, action);
-  fsdp::cli::add_generate(app, action);
   fsdp::cli::add_run(app, action);
+  fsdp::cli::add_generate(app, action);
   fsdp::cli::add_inspect(app, action);
   fsdp::cli::add_verify(app, action);
   fsdp::cli::add_convert(app, action);
