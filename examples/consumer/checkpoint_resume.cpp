@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include <iostream>
+#include <optional>
 
 using Net = fsdp::nn::Sequential;
 

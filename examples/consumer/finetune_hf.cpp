@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include <iostream>
+#include <vector>
 
 struct ModelImpl : torch::nn::Module {
   ModelImpl()

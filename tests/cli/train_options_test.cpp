@@ -2,6 +2,9 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include <cmath>
+#include <utility>
+
 #include "cli/config_file.h"
 #include "cli/curve.h"
 #include "cli/mesh_option.h"
