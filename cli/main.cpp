@@ -4,38 +4,69 @@
 #include <algorithm>
 #include <iostream>
 #include <string>
+#include <vector>
 
 #include <fsdp/error.h>
 #include <fsdp/version.h>
 
+#include "cli/check.h"
 #include "cli/command.h"
+#include "cli/config_file.h"
+#include "cli/nearest.h"
 
 #define FSDP_TEXT(x) #x
 #define FSDP_VALUE_TEXT(x) FSDP_TEXT(x)
 
 namespace {
 
-// Exit codes by kind of error; CLI11 uses 100 and up for words it cannot parse.
-constexpr int kFailed = 1;
-constexpr int kBadConfig = 2;
-constexpr int kCommunication = 3;
-constexpr int kCheckpoint = 4;
-
 /// CLI11 would only say that a subcommand is required.
 void check_command(const CLI::App& app, int argc, char** argv) {
   if (argc < 2 || argv[1][0] == '-') {
     return;
   }
-  std::string known;
+  std::vector<std::string> known;
   for (const auto* command : app.get_subcommands({})) {
     if (command->get_name() == argv[1]) {
       return;
     }
-    known += (known.empty() ? "" : ", ") + command->get_name();
+    known.push_back(command->get_name());
   }
   throw fsdp::ConfigError(
-      {__func__, __FILE__, __LINE__},
-      std::string("there is no command '") + argv[1] + "'; there are: " + known);
+      {__func__, __FILE__, __LINE__}, std::string("there is no command '") + argv[1] + "'" +
+                                          fsdp::cli::did_you_mean(argv[1], known));
+}
+
+/// CLI11 would only say that it did not expect the word.
+void check_options(const CLI::App& command, const std::vector<std::string>& words) {
+  std::vector<std::string> known;
+  for (const auto* option : command.get_options()) {
+    for (const auto& name : option->get_lnames()) {
+      known.push_back("--" + name);
+    }
+  }
+  for (const auto& word : words) {
+    const auto name = word.substr(0, word.find('='));
+    if (name.size() > 2 && name.starts_with("--") &&
+        std::find(known.begin(), known.end(), name) == known.end()) {
+      const auto near = fsdp::cli::nearest(name, known);
+      throw CLI::ExtrasError(
+          command.get_name() + ": there is no option " + name +
+              (near.empty() ? std::string() : "; did you mean " + near + "?"),
+          CLI::ExitCodes::ExtrasError);
+    }
+  }
+}
+
+/// The words of `train` with what its --config says, last word first as CLI11
+/// wants them; none for the other commands.
+std::vector<std::string> words_of_train(int argc, char** argv) {
+  if (argc < 2 || std::string(argv[1]) != "train") {
+    return {};
+  }
+  auto words = fsdp::cli::expand_config({argv + 2, argv + argc});
+  words.insert(words.begin(), "train");
+  std::reverse(words.begin(), words.end());
+  return words;
 }
 
 /// Takes the words behind the first `--`, which are no business of CLI11's, for
@@ -69,24 +100,36 @@ int main(int argc, char** argv) {
   fsdp::cli::Action action;
   fsdp::cli::add_train(app, action);
   fsdp::cli::add_run(app, action);
+  fsdp::cli::add_generate(app, action);
   fsdp::cli::add_inspect(app, action);
   fsdp::cli::add_verify(app, action);
   fsdp::cli::add_convert(app, action);
+  fsdp::cli::add_doctor(app, action);
   try {
     check_command(app, argc, argv);
-    app.parse(cut_program(app, argc, argv), argv);
+    auto words = words_of_train(argc, argv);
+    if (!words.empty()) {
+      check_options(*app.get_subcommand("train"), words);
+      app.parse(words);
+    } else {
+      argc = cut_program(app, argc, argv);
+      if (argc >= 2 && argv[1][0] != '-' && std::string(argv[1]) != "run") {
+        check_options(*app.get_subcommand(argv[1]), {argv + 2, argv + argc});
+      }
+      app.parse(argc, argv);
+    }
     return action();
   } catch (const CLI::ParseError& error) {
     return app.exit(error);
   } catch (const fsdp::ConfigError& error) {
-    return complain(error.what_without_backtrace(), kBadConfig);
+    return complain(error.what_without_backtrace(), fsdp::cli::kBadConfig);
   } catch (const fsdp::CommError& error) {
-    return complain(error.what_without_backtrace(), kCommunication);
+    return complain(error.what_without_backtrace(), fsdp::cli::kCommunication);
   } catch (const fsdp::CheckpointError& error) {
-    return complain(error.what_without_backtrace(), kCheckpoint);
+    return complain(error.what_without_backtrace(), fsdp::cli::kCheckpoint);
   } catch (const c10::Error& error) {
-    return complain(error.what_without_backtrace(), kFailed);
+    return complain(error.what_without_backtrace(), fsdp::cli::kFailed);
   } catch (const std::exception& error) {
-    return complain(error.what(), kFailed);
+    return complain(error.what(), fsdp::cli::kFailed);
   }
 }

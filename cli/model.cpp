@@ -1,16 +1,18 @@
 #include "cli/model.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-
 #include <cmath>
 #include <string>
+
+#include <fsdp/meta_init.h>
+#include <fsdp/redistribute.h>
+#include <fsdp/tensor_parallel.h>
 
 namespace fsdp::cli {
 
 namespace {
 
-torch::nn::Linear linear(int64_t in, int64_t out) {
-  return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false));
+nn::Linear linear(int64_t in, int64_t out) {
+  return nn::Linear(torch::nn::LinearOptions(in, out).bias(false));
 }
 
 /// (2, time, head_dim / 2): cosines and sines of every position's angles.
@@ -41,6 +43,10 @@ int64_t default_hidden(int64_t dim) {
   return (8 * dim / 3 + 31) / 32 * 32;
 }
 
+int64_t default_kv_heads(int64_t heads) {
+  return heads % 2 == 0 ? heads / 2 : heads;
+}
+
 RMSNormImpl::RMSNormImpl(int64_t dim, double eps)
     : weight(register_parameter("weight", torch::ones({dim}))), eps(eps) {}
 
@@ -59,7 +65,7 @@ torch::Tensor AttentionImpl::forward(const torch::Tensor& x, const torch::Tensor
   const auto batch = x.size(0);
   const auto time = x.size(1);
   // As many heads as the projection has: a sharded one may have fewer.
-  const auto heads_of = [&](torch::nn::Linear& projection) {
+  const auto heads_of = [&](nn::Linear& projection) {
     return projection(x).view({batch, time, -1, head_dim}).transpose(1, 2);
   };
   const auto q = rotate(heads_of(q_proj), rotary);
@@ -93,7 +99,7 @@ torch::Tensor BlockImpl::forward(torch::Tensor x, const torch::Tensor& rotary) {
 
 TransformerImpl::TransformerImpl(const ModelDims& dims)
     : dims(dims),
-      embed_tokens(register_module("embed_tokens", torch::nn::Embedding(dims.vocab, dims.dim))),
+      embed_tokens(register_module("embed_tokens", nn::Embedding(dims.vocab, dims.dim))),
       norm(nullptr) {
   auto list = register_module("layers", torch::nn::ModuleList());
   for (int64_t i = 0; i < dims.layers; ++i) {
@@ -113,23 +119,47 @@ torch::Tensor TransformerImpl::forward(const torch::Tensor& tokens) {
     x = layer(x, rotary);
   }
   x = norm(x);
-  return dims.tied ? torch::linear(x, embed_tokens->weight) : lm_head(x);
+  if (!dims.tied) {
+    return lm_head(x);
+  }
+  // A plain operator, not a module of the plan: the terms of x's gradient, one
+  // from each rank's rows of the weight, have to be summed here.
+  return torch::linear(
+      tensor_mesh
+          ? redistribute(x, *tensor_mesh, Replicate{}, Replicate{}, {.grad_placement = Partial{}})
+          : x,
+      embed_tokens->weight);
+}
+
+void parallelize(Transformer& model, const DeviceMesh& mesh) {
+  std::vector<ParallelPlan::Entry> plan{
+      {"embed_tokens", RowwiseParallel{.input_layouts = Replicate{}}},
+      {"layers.*.self_attn.[qkv]_proj", ColwiseParallel{}},
+      {"layers.*.self_attn.o_proj", RowwiseParallel{}},
+      {"layers.*.mlp.gate_proj", ColwiseParallel{}},
+      {"layers.*.mlp.up_proj", ColwiseParallel{}},
+      {"layers.*.mlp.down_proj", RowwiseParallel{}}};
+  if (!model->dims.tied) {
+    plan.emplace_back("lm_head", ColwiseParallel{});
+  }
+  parallelize_module(model, mesh, plan);
+  model->tensor_mesh = mesh;
 }
 
 void init_weights(Transformer& model, uint64_t seed) {
-  const torch::NoGradGuard no_grad;
-  const auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
   const auto residual_scale = 1 / std::sqrt(2.0 * static_cast<double>(model->dims.layers));
-  for (auto& item : model->named_parameters()) {
-    const auto& name = item.key();
-    if (item.value().dim() == 1) {
-      item.value().fill_(1);
-      continue;
-    }
-    const bool into_residual =
-        ends_with(name, "o_proj.weight") || ends_with(name, "down_proj.weight");
-    item.value().normal_(0, into_residual ? 0.02 * residual_scale : 0.02, generator);
-  }
+  init_parameters(
+      model,
+      [&](const std::string& name, torch::Tensor& param) {
+        if (param.dim() == 1) {
+          param.fill_(1);
+          return;
+        }
+        const bool into_residual =
+            ends_with(name, "o_proj.weight") || ends_with(name, "down_proj.weight");
+        param.normal_(0, into_residual ? 0.02 * residual_scale : 0.02);
+      },
+      seed);
 }
 
 } // namespace fsdp::cli

@@ -3,9 +3,12 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include <fsdp/device_mesh.h>
 #include <fsdp/hooked.h>
+#include <fsdp/nn.h>
 
 namespace fsdp::cli {
 
@@ -28,6 +31,8 @@ struct ModelDims {
 
 /// The usual size of `hidden`: two thirds of 4 * dim, rounded up to 32.
 int64_t default_hidden(int64_t dim);
+/// Half as many as heads, or as many where that does not go.
+int64_t default_kv_heads(int64_t heads);
 
 // Modules and parameters carry the names that Hugging Face gives them. None of
 // the weights means anything before `init_weights`.
@@ -48,7 +53,7 @@ struct AttentionImpl : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x, const torch::Tensor& rotary);
 
   int64_t head_dim;
-  torch::nn::Linear q_proj, k_proj, v_proj, o_proj;
+  nn::Linear q_proj, k_proj, v_proj, o_proj;
 };
 FSDP_MODULE(Attention);
 
@@ -57,7 +62,7 @@ struct FeedForwardImpl : torch::nn::Module {
   explicit FeedForwardImpl(const ModelDims& dims);
   torch::Tensor forward(const torch::Tensor& x);
 
-  torch::nn::Linear gate_proj, up_proj, down_proj;
+  nn::Linear gate_proj, up_proj, down_proj;
 };
 FSDP_MODULE(FeedForward);
 
@@ -73,21 +78,27 @@ FSDP_MODULE(Block);
 
 struct TransformerImpl : torch::nn::Module {
   explicit TransformerImpl(const ModelDims& dims);
-  /// (batch, time) int64 -> (batch, time, vocab): scores of the next token.
+  /// (batch, time) int64 -> (batch, time, vocab): scores of the next token; under
+  /// tensor parallelism this rank's part of them.
   torch::Tensor forward(const torch::Tensor& tokens);
 
   ModelDims dims;
-  torch::nn::Embedding embed_tokens;
+  std::optional<DeviceMesh> tensor_mesh; // of one axis, under tensor parallelism
+  nn::Embedding embed_tokens;
   std::vector<Block> layers;
   RMSNorm norm;
-  torch::nn::Linear lm_head{nullptr}; // none when tied
+  nn::Linear lm_head{nullptr}; // none when tied
 };
 FSDP_MODULE(Transformer);
 
-/// Fills the whole model, before it is sharded, as small GPTs are: normal with
-/// 0.02, less for the projections back into the residual stream, norms one.
-/// `seed` alone decides; torch's own generator, which ranks as threads share,
-/// is not asked.
+/// Divides the model over a mesh of one axis, as Megatron does: heads, hidden
+/// features and vocabulary. The axis must divide them. Before fully_shard.
+/// Collective.
+void parallelize(Transformer& model, const DeviceMesh& mesh);
+
+/// Fills the model, sharded or not, as small GPTs are: normal with 0.02, less for
+/// the projections back into the residual stream, norms one. `seed` alone decides,
+/// whatever the mesh. Of what is sharded one parameter at a time is whole.
 void init_weights(Transformer& model, uint64_t seed);
 
 } // namespace fsdp::cli

@@ -81,7 +81,8 @@ double Progress::seconds() const {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
 }
 
-std::string Progress::text(int64_t done, double loss, bool with_bar) const {
+std::string Progress::text(const StepRecord& record, bool with_bar) const {
+  const auto done = record.step;
   const auto steps = std::to_string(steps_);
   const auto per_step = seconds() / static_cast<double>(done - before_);
   std::string bar;
@@ -89,20 +90,25 @@ std::string Progress::text(int64_t done, double loss, bool with_bar) const {
     const auto full = static_cast<int>(kBarWidth * done / steps_);
     bar = "  " + std::string(full, '#') + std::string(kBarWidth - full, '.');
   }
+  const auto rate = std::llround(static_cast<double>(tokens_per_step_) / per_step);
+  const auto exposed =
+      record.exposed_s ? "  comm " + fixed(*record.exposed_s * 1000, 1) + " ms" : std::string();
   return "step " + padded(std::to_string(done), steps.size()) + "/" + steps + bar + "  loss " +
-         fixed(loss, 4) + "  " +
-         padded(std::to_string(std::llround(static_cast<double>(tokens_per_step_) / per_step)), 6) +
-         " tokens/s  " + minutes(per_step * static_cast<double>(steps_ - done)) + " left";
+         fixed(record.loss, 4) + "  norm " + fixed(record.grad_norm, 3) + "  " +
+         padded(std::to_string(rate), 6) + " tokens/s  " + binary_size(record.memory.peak) +
+         exposed + "  " + minutes(per_step * static_cast<double>(steps_ - done)) + " left" +
+         (record.skipped ? "  skipped: not finite in fp16" : "");
 }
 
-void Progress::update(int64_t done, double loss) {
+void Progress::update(const StepRecord& record) {
   if (screen_.is_terminal()) {
-    screen_.replace(text(done, loss, /*with_bar=*/true));
+    screen_.replace(text(record, /*with_bar=*/true));
     return;
   }
+  const auto done = record.step;
   const auto every = std::max<int64_t>(1, steps_ / kPlainLines);
   if (done == before_ + 1 || done % every == 0 || done == steps_) {
-    screen_.line(text(done, loss, /*with_bar=*/false));
+    screen_.line(text(record, /*with_bar=*/false));
   }
 }
 

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "cli/metrics.h"
+
 namespace fsdp::cli {
 
 /// What a person sees on stdout. On a terminal the progress is one line,
@@ -36,13 +38,13 @@ class Progress {
  public:
   Progress(Screen& screen, int64_t steps, int64_t tokens_per_step, int64_t before = 0);
 
-  /// After each update; `done` counts from 1, those before too.
-  void update(int64_t done, double loss);
+  /// After each update; its number counts from 1, those before too.
+  void update(const StepRecord& record);
 
   double seconds() const;
 
  private:
-  std::string text(int64_t done, double loss, bool with_bar) const;
+  std::string text(const StepRecord& record, bool with_bar) const;
 
   Screen& screen_;
   const int64_t steps_;

@@ -10,6 +10,7 @@
 #include <variant>
 
 #include "cli/check.h"
+#include "cli/option_list.h"
 
 namespace fsdp::cli {
 
@@ -17,20 +18,6 @@ namespace {
 
 // The keys: model.*, optim.*, random.*; train.* is RunState and the number of
 // ranks; config.* are options by their names; data.* is the text.
-
-/// The options that decide a run: their names, and where a config has them. Those
-/// that are `fixed` cannot change on the way.
-template <class Visit>
-void for_each_option(Visit visit) {
-  visit("dim", [](auto& config) -> auto& { return config.model.dim; }, /*fixed=*/true);
-  visit("layers", [](auto& config) -> auto& { return config.model.layers; }, true);
-  visit("heads", [](auto& config) -> auto& { return config.model.heads; }, true);
-  visit("context", [](auto& config) -> auto& { return config.context; }, true);
-  visit("batch", [](auto& config) -> auto& { return config.batch; }, true);
-  visit("seed", [](auto& config) -> auto& { return config.seed; }, true);
-  visit("steps", [](auto& config) -> auto& { return config.steps; }, false);
-  visit("lr", [](auto& config) -> auto& { return config.lr; }, false);
-}
 
 std::string config_key(const char* option) {
   return std::string("config.") + option;
@@ -79,15 +66,16 @@ std::filesystem::path checkpoints_of(const std::string& run) {
   return std::filesystem::path(run) / "checkpoints";
 }
 
-SavedRun find_saved_run(const std::string& path) {
+SavedRun find_saved_run(const std::string& path, const char* option /* = "--resume" */) {
   SavedRun saved;
   const auto latest = CheckpointSeries(checkpoints_of(path)).latest();
   saved.is_latest = latest.has_value();
   saved.path = latest.value_or(path);
   check_config(
-      latest || is_file(saved.path / "manifest.json"), "--resume: there is no complete checkpoint ",
+      latest || is_file(saved.path / "manifest.json"), option, ": there is no complete checkpoint ",
       "in ", checkpoints_of(path).string(), ", nor is ", path, " one");
   auto& config = saved.identity.config;
+  config.model.kv_heads = config.model.hidden = 0; // early versions did not save them
   StateDict state;
   for_each_option(
       [&](const char* name, auto in, bool) { state.insert(config_key(name), in(config)); });
@@ -95,7 +83,8 @@ SavedRun find_saved_run(const std::string& path) {
   state.insert("data.fingerprint", std::string());
   state.insert("train.step", int64_t{0});
   state.insert("train.ranks", int64_t{0});
-  load(state, saved.path);
+  state.insert("train.mesh", std::string());
+  load(state, saved.path, {.strict = false});
   for_each_option([&](const char* name, auto in, bool) {
     auto& value = in(config);
     value = value_of<std::decay_t<decltype(value)>>(state, config_key(name), saved.path);
@@ -104,6 +93,16 @@ SavedRun find_saved_run(const std::string& path) {
   saved.identity.fingerprint = value_of<std::string>(state, "data.fingerprint", saved.path);
   saved.step = value_of<int64_t>(state, "train.step", saved.path);
   saved.ranks = value_of<int64_t>(state, "train.ranks", saved.path);
+  saved.mesh = value_of<std::string>(state, "train.mesh", saved.path);
+  if (saved.ranks == 0) {
+    throw CheckpointError(
+        {__func__, __FILE__, __LINE__},
+        saved.path.string() + " is a checkpoint, but not one of fsdp train");
+  }
+  if (config.model.hidden == 0) {
+    config.model.kv_heads = default_kv_heads(config.model.heads);
+    config.model.hidden = default_hidden(config.model.dim);
+  }
   return saved;
 }
 
@@ -143,6 +142,8 @@ StateDict make_run_state_dict(Trainer& trainer, const RunState& run, const RunId
   state.insert_all(get_random_state(), "random.");
   insert_progress(state, run);
   state.insert("train.ranks", int64_t{get_world_size()});
+  state.insert(
+      "train.mesh", identity.config.mesh.value_or(MeshShape{.shard = get_world_size()}).str());
   for_each_option([&](const char* name, auto in, bool) {
     state.insert(config_key(name), in(identity.config));
   });

@@ -40,6 +40,7 @@ struct SavedRun {
   RunIdentity identity;
   int64_t step = 0;
   int64_t ranks = 0;
+  std::string mesh; // as --mesh takes it
 };
 
 /// Where the checkpoints of a run lie.
@@ -47,11 +48,11 @@ std::filesystem::path checkpoints_of(const std::string& run);
 
 /// The newest complete checkpoint of a run's folder; or `path` is a checkpoint
 /// itself. Throws ConfigError where there is none, CheckpointError where it is not
-/// one of a training run. Not collective, and before there is a world.
-SavedRun find_saved_run(const std::string& path);
+/// one of a training run; `option` asked for it. Not collective, and before there is a world.
+SavedRun find_saved_run(const std::string& path, const char* option = "--resume");
 
 /// Options that were not `given` become those of the checkpoint. Refuses, by name,
-/// what would make another run of it; --steps and --lr may change.
+/// what would make another run of it; --steps and the optimizer's may change.
 void adopt_options(RunIdentity& mine, const SavedRun& saved, const std::set<std::string>& given);
 /// Refuses another text than that of the checkpoint.
 void check_text(const RunIdentity& mine, const SavedRun& saved);

@@ -24,12 +24,20 @@ inline std::string text_file() {
   return path;
 }
 
-inline std::vector<std::string> tiny(const std::string& data, std::vector<std::string> more = {}) {
+/// Options of such a run, which saves where it likes.
+inline std::vector<std::string> tiny_options(
+    const std::string& data, const std::vector<std::string>& more = {}) {
   std::vector<std::string> words{"train",    "--data",    data,   "--dim",   "32",
                                  "--layers", "2",         "--lr", "1e-2",    "--batch",
                                  "8",        "--context", "32",   "--steps", "30"};
   words.insert(words.end(), more.begin(), more.end());
   return words;
+}
+
+/// The same in a folder that goes when the test ends.
+inline std::vector<std::string> tiny(const std::string& data, std::vector<std::string> more = {}) {
+  more.insert(more.begin(), {"--run", temporary_folder() + "/run"});
+  return tiny_options(data, more);
 }
 
 inline std::string joined(const std::vector<std::string>& words) {

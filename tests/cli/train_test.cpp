@@ -26,7 +26,8 @@ TEST(Train, LearnsOverFourRanks) {
 
 TEST(Train, TakesLibTorchsHeadersByDefault) {
   const auto ended = run(
-      {"train", "--steps", "2", "--dim", "16", "--layers", "1", "--batch", "4", "--context", "8"});
+      {"train", "--steps", "2", "--dim", "16", "--layers", "1", "--batch", "4", "--context", "8",
+       "--no-save"});
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_TRUE(contains(ended.output, "text      LibTorch's C++ headers: "));
 }
@@ -124,6 +125,21 @@ TEST(Train, RefusesWhatMakesNoSense) {
   refused({"--dim", "30"}, "--dim 30 does not make 4 heads of an even size; take for example ");
   refused({"--lr", "0"}, "--lr 0: it must be above 0");
   refused({"--lr", "nan"}, "--lr nan: it must be above 0");
+  refused({"--reshard-after-forward", "maybe"}, "it must be auto, true, false or a number");
+  refused({"--reshard-after-forward", "3"}, "the 4 ranks that share the parameters");
+  refused({"--mesh", "tp=3"}, "--mesh tp=3: --heads 4 cannot be divided by it");
+  refused({"--mesh", "sharp=2"}, "there is no axis 'sharp'; did you mean 'shard'?");
+  refused({"--mesh", "shard=2", "--ranks", "4"}, "--mesh shard=2 makes 2 ranks, not 4");
+  refused({"--mesh", "dp"}, "'dp' is no axis; write for example --mesh dp=2,shard=2,tp=2");
+  refused(
+      {"--accumulate", "3"}, "cannot be shared evenly by 4 ranks in 3 parts each; take --batch 12");
+  refused({"--kv-heads", "3"}, "--kv-heads 3: --heads 4 cannot be shared evenly by them");
+  refused({"--model", "tinny"}, "--model tinny: there is no such size; did you mean 'tiny'?");
+  refused({"--schedule", "constant", "--min-lr", "0"}, "has no meaning with --schedule constant");
+  refused({"--quiet", "--json"}, "--quiet and --json contradict each other");
+  refused({"--no-save"}, "--no-save and --run contradict each other");
+  refused({"--betas", "1,2"}, "both must be 0 or more and below 1");
+  refused({"--config", "/no/such/file"}, "--config: /no/such/file cannot be read");
 }
 
 TEST(Train, RefusesWordsThatItCannotRead) {
@@ -133,8 +149,10 @@ TEST(Train, RefusesWordsThatItCannotRead) {
     EXPECT_TRUE(contains(ended.output, part));
   };
   refused({"train", "--steps", "many"}, "--steps = many");
-  refused({"train", "--reshard-after-forward", "maybe"}, "--reshard-after-forward: maybe not in");
-  refused({"train", "--stepz", "3"}, "--stepz");
+  refused({"train", "--param-dtype", "int8"}, "--param-dtype: int8 not in");
+  refused({"train", "--stepz", "3"}, "there is no option --stepz; did you mean --steps?");
+  refused({"train", "--acumulate", "3"}, "did you mean --accumulate?");
+  refused({"generate", "--promt", "x"}, "did you mean --prompt?");
 }
 
 TEST(Train, RefusesDataThatIsNotThere) {

@@ -1,16 +1,23 @@
 // What `fsdp train` is made of: text, model, loop.
 #include "cli/trainer.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <sys/stat.h>
 
+#include <fsdp/debug.h>
 #include <fsdp/distributed.h>
 #include <fsdp/error.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <limits>
+#include <map>
 #include <mutex>
 
+#include "cli/check.h"
+#include "cli/plan.h"
 #include "cli/progress.h"
 #include "support/processes.h"
 #include "support/tensors.h"
@@ -35,7 +42,7 @@ TrainConfig tiny_config() {
   config.context = 16;
   config.batch = 8;
   config.steps = 12;
-  config.lr = 1e-2;
+  config.schedule.lr = 1e-2;
   return config;
 }
 
@@ -201,7 +208,7 @@ std::vector<double> losses(const TrainConfig& config, int ranks) {
     Trainer trainer(config, corpus);
     std::vector<double> mine;
     for (int64_t step = 0; step < config.steps; ++step) {
-      mine.push_back(trainer.step(step));
+      mine.push_back(trainer.step(step).loss);
     }
     mine.push_back(trainer.validation_loss());
     if (rank == 0) {
@@ -246,6 +253,112 @@ TEST(Trainer, ReshardingAfterForwardChangesNoBit) {
   }
 }
 
+/// Within 1e-4 of one rank's, for any arrangement of the same run.
+void expect_close(const TrainConfig& config, int ranks, const std::vector<double>& expected) {
+  const auto others = losses(config, ranks);
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_NEAR(others[i], expected[i], 1e-4)
+        << config.mesh.value_or(MeshShape{}).str() << ", step " << i + 1;
+  }
+}
+
+TEST(Trainer, AnyMeshGivesTheSameLosses) {
+  auto config = tiny_config();
+  config.steps = 6;
+  for (const bool tied : {false, true}) {
+    config.model.tied = tied;
+    config.mesh.reset();
+    const auto alone = losses(config, 1);
+    for (const auto& mesh :
+         {MeshShape{.replicate = 2, .shard = 2}, MeshShape{.replicate = 2, .shard = 1},
+          MeshShape{.shard = 1, .tensor = 2}, MeshShape{.shard = 2, .tensor = 2},
+          MeshShape{.replicate = 2, .shard = 2, .tensor = 2}}) {
+      config.mesh = mesh;
+      expect_close(config, static_cast<int>(mesh.ranks()), alone);
+    }
+  }
+}
+
+TEST(Trainer, WhatSavesMemoryDoesNotChangeTheLosses) {
+  auto config = tiny_config();
+  config.steps = 6;
+  const auto plain = losses(config, 2);
+  auto other = config;
+  other.activation_checkpointing = true;
+  EXPECT_EQ(losses(other, 2), plain);
+  other = config;
+  other.offload = true;
+  EXPECT_EQ(losses(other, 2), plain);
+  other = config;
+  other.accumulate = 4;
+  expect_close(other, 2, plain);
+  other = config;
+  other.reshard_after_forward = 2;
+  expect_close(other, 4, plain);
+}
+
+TEST(Trainer, LearnsInLowPrecision) {
+  auto config = tiny_config();
+  for (const auto* dtype : {"bf16", "fp16"}) { // in fp16 the first steps may be skipped
+    config.param_dtype = dtype;
+    config.reduce_dtype = "fp32";
+    const auto all = losses(config, 2);
+    EXPECT_LT(all.back(), all.front() - 0.5) << dtype;
+  }
+}
+
+TEST(Trainer, DoesWhatThePlanSays) {
+  auto config = tiny_config();
+  config.model.dim = 24; // padding, over four ranks of shards
+  config.model.hidden = 30;
+  const Corpus corpus(sample_text());
+  for (const auto& mesh : {MeshShape{.shard = 4}, MeshShape{.replicate = 2, .shard = 2}}) {
+    config.mesh = mesh;
+    const auto plan = make_plan(config, mesh);
+    run_ranks(4, [&](int rank) {
+      Trainer trainer(config, corpus);
+      EXPECT_EQ(trainer.num_params(), plan.num_params);
+      if (rank == 0) { // the last ranks may have less
+        EXPECT_EQ(trainer.shard_bytes(), plan.shard_bytes);
+      }
+      CommDebugMode comm;
+      trainer.step(0);
+      std::map<std::string, std::pair<int64_t, int64_t>> seen;
+      for (const auto& call : comm.calls()) {
+        const bool is_small = call.op == "all_reduce" && call.bytes <= 64; // loss and norms
+        if (!is_small) {
+          ++seen[call.op].first;
+          seen[call.op].second += call.bytes;
+        }
+      }
+      for (const auto& kind : plan.traffic) {
+        auto op = kind.op;
+        std::replace(op.begin(), op.end(), '-', '_');
+        EXPECT_EQ(seen[op], std::pair(kind.count, kind.bytes)) << op << " of " << mesh.str();
+      }
+      EXPECT_EQ(seen.size(), plan.traffic.size());
+    });
+  }
+}
+
+TEST(Trainer, NamesTheFirstParameterThatIsNotFinite) {
+  const auto config = tiny_config();
+  const Corpus corpus(sample_text());
+  run_ranks(2, [&](int) {
+    Trainer trainer(config, corpus);
+    const auto state = trainer.state_dict(); // the live shards
+    const torch::NoGradGuard no_grad;
+    const auto& weight =
+        std::get<DTensor>(state.at("model.layers.1.mlp.up_proj.weight")).to_local();
+    weight.fill_(std::numeric_limits<float>::quiet_NaN());
+    const torch::AutoGradMode with_grad(true);
+    const auto message = message_of<NonFiniteError>([&] { trainer.step(3); });
+    EXPECT_TRUE(
+        contains(message, "the first parameter that is not finite is layers.1.mlp.up_proj"));
+    EXPECT_TRUE(contains(message, "in step 4; "));
+  });
+}
+
 TEST(Trainer, GeneratesTextThatTheSeedDecides) {
   const auto config = tiny_config();
   const Corpus corpus(sample_text());
@@ -266,7 +379,7 @@ TEST(Trainer, GeneratesTextThatTheSeedDecides) {
 
 TEST(Trainer, EveryRankStopsWhenTheLossIsNotFinite) {
   auto config = tiny_config();
-  config.lr = 1e30;
+  config.schedule.lr = 1e30;
   const Corpus corpus(sample_text());
   std::mutex mutex;
   int stopped = 0;
@@ -286,7 +399,7 @@ TEST(Trainer, EveryRankStopsWhenTheLossIsNotFinite) {
 TEST(LearningRate, RisesThenFallsToATenth) {
   TrainConfig config;
   config.steps = 100;
-  config.lr = 1;
+  config.schedule.lr = 1;
   EXPECT_DOUBLE_EQ(learning_rate(config, 0), 0.1);
   EXPECT_DOUBLE_EQ(learning_rate(config, 9), 1);
   EXPECT_DOUBLE_EQ(learning_rate(config, 10), 1);
@@ -294,6 +407,15 @@ TEST(LearningRate, RisesThenFallsToATenth) {
   EXPECT_NEAR(learning_rate(config, 99), 0.1, 1e-3);
   config.steps = 1;
   EXPECT_DOUBLE_EQ(learning_rate(config, 0), 1);
+}
+
+TEST(LearningRate, LinearConstantAndByHand) {
+  const Schedule linear{.kind = "linear", .lr = 1, .min_lr = 0, .warmup = 0};
+  EXPECT_DOUBLE_EQ(learning_rate(linear, 0, 10), 1);
+  EXPECT_DOUBLE_EQ(learning_rate(linear, 5, 10), 0.5);
+  const Schedule constant{.kind = "constant", .lr = 1, .warmup = 4};
+  EXPECT_DOUBLE_EQ(learning_rate(constant, 1, 10), 0.5);
+  EXPECT_DOUBLE_EQ(learning_rate(constant, 9, 10), 1);
 }
 
 TEST(Progress, NumbersAndTextForPeople) {

@@ -1,0 +1,228 @@
+// `fsdp doctor`: what is there, and what is missing.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/statvfs.h>
+#include <sys/sysinfo.h>
+#include <torch/torch.h>
+#include <torch/version.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <sstream>
+#include <string>
+#include <thread>
+
+#include <fsdp/distributed.h>
+#include <fsdp/error.h>
+
+#include "cli/check.h"
+#include "cli/command.h"
+#include "cli/corpus.h"
+#include "cli/progress.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+constexpr int64_t kLittleSharedMemory = 64 << 20; // NCCL wants some for each pair of ranks
+constexpr int64_t kLittleDisk = int64_t{1} << 30;
+constexpr rlim_t kFewFiles = 1024;
+
+/// One line per thing; what is needed and missing decides the exit code.
+class Findings {
+ public:
+  void good(const std::string& what, const std::string& text) {
+    say(what, "ok       " + text);
+  }
+  /// Some things do not work without it.
+  void lacking(const std::string& what, const std::string& text) {
+    say(what, "missing  " + text);
+  }
+  /// Nothing works without it.
+  void bad(const std::string& what, const std::string& text) {
+    say(what, "BROKEN   " + text);
+    broken_ = true;
+  }
+  int exit_code() const {
+    return broken_ ? kFailed : 0;
+  }
+
+ private:
+  void say(const std::string& what, const std::string& text) {
+    screen_.labelled(what, text);
+  }
+
+  Screen screen_;
+  bool broken_ = false;
+};
+
+/// Where PATH has it, or "".
+std::string find_program(const std::string& name) {
+  const char* path = std::getenv("PATH");
+  std::istringstream folders(path ? path : "");
+  for (std::string folder; std::getline(folders, folder, ':');) {
+    const auto program = folder + "/" + name;
+    if (access(program.c_str(), X_OK) == 0) {
+      return program;
+    }
+  }
+  return "";
+}
+
+void look_at_tools(Findings& findings) {
+  findings.good("built", std::string("by ") + __VERSION__);
+  for (const auto* name : {"g++", "cmake", "ninja", "git"}) {
+    const auto path = find_program(name);
+    if (path.empty()) {
+      findings.lacking(name, "not in PATH; it is needed to build, not to run");
+    } else {
+      findings.good(name, path);
+    }
+  }
+}
+
+void look_at_torch(Findings& findings) {
+  findings.good(
+      "torch", c10::str(
+                   TORCH_VERSION, ", ", std::thread::hardware_concurrency(), " cores, ",
+                   torch::get_num_threads(), " threads per operator"));
+  struct sysinfo info{};
+  if (sysinfo(&info) == 0) {
+    findings.good(
+        "memory", c10::str(
+                      binary_size(static_cast<int64_t>(info.freeram) * info.mem_unit), " free of ",
+                      binary_size(static_cast<int64_t>(info.totalram) * info.mem_unit)));
+  }
+  if (torch::cuda::is_available()) {
+    findings.good("cuda", c10::str(torch::cuda::device_count(), " devices"));
+  } else {
+    findings.lacking("cuda", "this torch finds no device; training runs on the CPU");
+  }
+}
+
+/// Two ranks of the backend add up one number.
+void try_threads(Findings& findings) {
+  try {
+    run_ranks(2, [](int) {
+      const auto one = torch::ones({1});
+      default_group().all_reduce(one);
+      TORCH_CHECK(one.item<double>() == 2, "two ranks add up to ", one.item<double>());
+    });
+    findings.good("threads", "ranks as threads of one process");
+  } catch (const c10::Error& error) {
+    findings.bad("threads", error.what_without_backtrace());
+  }
+}
+
+/// A world of one process, through the backend's own transport.
+void try_backend(Findings& findings, const char* name, int port, const char* without) {
+  try {
+    init_process_group(
+        {.backend = name,
+         .init_method = "tcp://127.0.0.1:" + std::to_string(port),
+         .rank = 0,
+         .world_size = 1,
+         .timeout = std::chrono::seconds(20)});
+    const auto device = std::string(name) == "nccl" ? torch::kCUDA : torch::kCPU;
+    const auto one = torch::ones({1}, device);
+    default_group().all_reduce(one);
+    destroy_process_group();
+    findings.good(name, "ranks as processes");
+  } catch (const c10::Error& error) {
+    findings.lacking(name, c10::str(error.what_without_backtrace(), "; ", without));
+    if (is_initialized()) {
+      destroy_process_group();
+    }
+  }
+}
+
+/// A port of the loopback address that is free, or 0.
+int free_port() {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  auto* any = reinterpret_cast<sockaddr*>(&address);
+  const bool bound = fd >= 0 && bind(fd, any, size) == 0 && getsockname(fd, any, &size) == 0;
+  close(fd);
+  return bound ? ntohs(address.sin_port) : 0;
+}
+
+int64_t free_bytes(const char* path) {
+  struct statvfs info{};
+  return statvfs(path, &info) == 0 ? static_cast<int64_t>(info.f_bavail * info.f_frsize) : -1;
+}
+
+void look_at_system(Findings& findings, int port) {
+  if (port > 0) {
+    findings.good("ports", c10::str("127.0.0.1 gives free ones, ", port, " for example"));
+  } else {
+    findings.lacking("ports", "127.0.0.1 gives none; fsdp run cannot start ranks as processes");
+  }
+  const auto shared = free_bytes("/dev/shm");
+  if (shared >= kLittleSharedMemory) {
+    findings.good("shm", binary_size(shared) + " free in /dev/shm");
+  } else {
+    findings.lacking(
+        "shm", c10::str(
+                   "/dev/shm has ", binary_size(std::max<int64_t>(0, shared)),
+                   " free; NCCL between processes may need more (docker: --shm-size 1g)"));
+  }
+  const auto disk = free_bytes(".");
+  if (disk >= kLittleDisk) {
+    findings.good("disk", binary_size(disk) + " free here");
+  } else {
+    findings.lacking(
+        "disk", binary_size(std::max<int64_t>(0, disk)) + " free here; checkpoints need space");
+  }
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  if (limit.rlim_cur >= kFewFiles) {
+    findings.good("files", c10::str(limit.rlim_cur, " may be open at once"));
+  } else {
+    findings.lacking(
+        "files", c10::str("only ", limit.rlim_cur, " may be open; try ulimit -n 4096"));
+  }
+}
+
+void look_at_text(Findings& findings) {
+  try {
+    const auto corpus = Corpus::libtorch_headers();
+    findings.good("text", c10::str(corpus.name(), ", ", decimal_count(corpus.train_bytes(), "B")));
+  } catch (const c10::Error& error) {
+    findings.lacking("text", error.what_without_backtrace());
+  }
+}
+
+int doctor() {
+  Findings findings;
+  look_at_tools(findings);
+  look_at_torch(findings);
+  const int port = free_port();
+  try_threads(findings);
+  if (port > 0) {
+    try_backend(findings, "gloo", port, "fsdp run cannot work on the CPU");
+  }
+  if (torch::cuda::is_available() && port > 0) {
+    try_backend(findings, "nccl", free_port(), "ranks as threads still reach the GPUs");
+  } else {
+    findings.lacking("nccl", "it needs a GPU");
+  }
+  look_at_system(findings, port);
+  look_at_text(findings);
+  return findings.exit_code();
+}
+
+} // namespace
+
+void add_doctor(CLI::App& app, Action& action) {
+  auto* command = app.add_subcommand("doctor", "Say what is there, and what is missing");
+  command->callback([&action] { action = doctor; });
+}
+
+} // namespace fsdp::cli

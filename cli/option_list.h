@@ -1,0 +1,41 @@
+#pragma once
+
+namespace fsdp::cli {
+
+/// The options that decide a run: their names, and where a TrainConfig has them.
+/// Those that are `fixed` cannot change when a run is resumed. Checkpoints and
+/// config.json have them all.
+template <class Visit>
+void for_each_option(Visit visit) {
+  visit("vocab", [](auto& config) -> auto& { return config.model.vocab; }, /*fixed=*/true);
+  visit("dim", [](auto& config) -> auto& { return config.model.dim; }, true);
+  visit("layers", [](auto& config) -> auto& { return config.model.layers; }, true);
+  visit("heads", [](auto& config) -> auto& { return config.model.heads; }, true);
+  visit("kv-heads", [](auto& config) -> auto& { return config.model.kv_heads; }, true);
+  visit("hidden", [](auto& config) -> auto& { return config.model.hidden; }, true);
+  visit("tied", [](auto& config) -> auto& { return config.model.tied; }, true);
+  visit("rotary-base", [](auto& config) -> auto& { return config.model.rotary_base; }, true);
+  visit("norm-eps", [](auto& config) -> auto& { return config.model.norm_eps; }, true);
+  visit("context", [](auto& config) -> auto& { return config.context; }, true);
+  visit("batch", [](auto& config) -> auto& { return config.batch; }, true);
+  visit("seed", [](auto& config) -> auto& { return config.seed; }, true);
+  visit("steps", [](auto& config) -> auto& { return config.steps; }, false);
+  visit("lr", [](auto& config) -> auto& { return config.schedule.lr; }, false);
+  visit("min-lr", [](auto& config) -> auto& { return config.schedule.min_lr; }, false);
+  visit("warmup", [](auto& config) -> auto& { return config.schedule.warmup; }, false);
+  visit("schedule", [](auto& config) -> auto& { return config.schedule.kind; }, false);
+  visit("weight-decay", [](auto& config) -> auto& { return config.weight_decay; }, false);
+  visit("beta1", [](auto& config) -> auto& { return config.beta1; }, false);
+  visit("beta2", [](auto& config) -> auto& { return config.beta2; }, false);
+  visit("clip", [](auto& config) -> auto& { return config.clip; }, false);
+  visit("accumulate", [](auto& config) -> auto& { return config.accumulate; }, false);
+  // The scaler of fp16 is part of a checkpoint.
+  visit("param-dtype", [](auto& config) -> auto& { return config.param_dtype; }, true);
+  visit("reduce-dtype", [](auto& config) -> auto& { return config.reduce_dtype; }, false);
+  visit("offload", [](auto& config) -> auto& { return config.offload; }, false);
+  visit(
+      "activation-checkpointing",
+      [](auto& config) -> auto& { return config.activation_checkpointing; }, false);
+}
+
+} // namespace fsdp::cli

@@ -1,0 +1,237 @@
+// Options of `fsdp train`: files of them, what is written down, how a run is ended.
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <cmath>
+#include <utility>
+
+#include "cli/config_file.h"
+#include "cli/curve.h"
+#include "cli/mesh_option.h"
+#include "cli/nearest.h"
+#include "cli/plan.h"
+#include "cli/presets.h"
+#include "cli/tiny_run.h"
+#include "support/tensors.h"
+
+namespace fsdp::test {
+namespace {
+
+using Json = nlohmann::json;
+using Words = std::vector<std::string>;
+
+std::string file_with(const std::string& name, const std::string& text) {
+  const auto path = temporary_folder() + "/" + name;
+  std::ofstream(path) << text;
+  return path;
+}
+
+std::vector<Json> lines_of(const std::string& path) {
+  std::vector<Json> lines;
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    lines.push_back(Json::parse(line));
+  }
+  return lines;
+}
+
+// ------------------------------------------------------------ Files
+
+TEST(ConfigFile, JsonAndTomlSayTheSame) {
+  const auto json = file_with(
+      "a.json", R"({"steps": 3, "param_dtype": "bf16", "betas": [0.9, 0.99], "offload": true,
+                    "model": {"dim": 64}, "mesh": {"dp": 2, "tp": 2}, "clip": null})");
+  const auto toml = file_with(
+      "a.toml",
+      "steps = 3\nparam-dtype = \"bf16\"\nbetas = [0.9, 0.99]\noffload = true\n"
+      "[model]\ndim = 64\n[mesh]\ndp = 2\ntp = 2\n");
+  const Words expected{"--steps=3",      "--param-dtype=bf16", "--betas=0.9,0.99",
+                       "--offload=true", "--dim=64",           "--mesh=dp=2,tp=2"};
+  EXPECT_EQ(cli::config_words(json), expected);
+  EXPECT_EQ(cli::config_words(toml), expected);
+}
+
+TEST(ConfigFile, TheCommandLineWins) {
+  const auto file = file_with("a.json", R"({"steps": 4, "seed": 9, "ranks": 2})");
+  const auto run_folder = temporary_folder() + "/run";
+  const auto ended = run(tiny_options(
+      text_file(), {"--steps", "5", "--config", file, "--run", run_folder, "--quiet"}));
+  ASSERT_EQ(ended.exit_code, 0) << ended.output;
+  const auto config = Json::parse(std::ifstream(run_folder + "/config.json"));
+  EXPECT_EQ(config["steps"], 5);
+  EXPECT_EQ(config["seed"], 9);
+  EXPECT_EQ(config["mesh"], "shard=2");
+  EXPECT_EQ(config["kv-heads"], 2);
+  // What was decided is a file of options itself, and gives the same run.
+  const auto again =
+      run({"train", "--config", run_folder + "/config.json", "--run", run_folder + "2", "--quiet"});
+  EXPECT_EQ(result_in(again.output), result_in(ended.output)) << again.output;
+  const auto steps = lines_of(run_folder + "/metrics.jsonl");
+  const auto others = lines_of(run_folder + "2/metrics.jsonl");
+  ASSERT_EQ(steps.size(), 5u);
+  ASSERT_EQ(others.size(), 5u);
+  for (size_t i = 0; i < steps.size(); ++i) {
+    EXPECT_EQ(steps[i]["step"], i + 1);
+    EXPECT_EQ(steps[i]["loss"], others[i]["loss"]); // to the last bit
+    EXPECT_GT(steps[i]["grad_norm"], 0);
+    EXPECT_GT(steps[i]["memory"]["peak"], 0);
+  }
+}
+
+TEST(ConfigFile, RefusesWhatItDoesNotKnow) {
+  const auto unknown = run({"train", "--config", file_with("a.toml", "stepz = 3\n")});
+  EXPECT_GE(unknown.exit_code, 100);
+  EXPECT_TRUE(contains(unknown.output, "did you mean --steps?"));
+  const auto broken = run({"train", "--config", file_with("a.json", "{\"steps\": ")});
+  EXPECT_EQ(broken.exit_code, 2);
+  EXPECT_TRUE(contains(broken.output, "a.json is not JSON: "));
+}
+
+// ------------------------------------------------------------ Small pieces
+
+TEST(Nearest, FindsWhatWasMeant) {
+  EXPECT_EQ(cli::nearest("--stepz", {"--seed", "--steps"}), "--steps");
+  EXPECT_EQ(
+      cli::nearest("--activation", {"--accumulate", "--activation-checkpointing"}),
+      "--activation-checkpointing");
+  EXPECT_EQ(cli::nearest("--xylophone", {"--seed", "--steps"}), "");
+}
+
+TEST(MeshOption, ShardTakesTheRest) {
+  EXPECT_EQ(cli::parse_mesh("", 4), (cli::MeshShape{.shard = 4}));
+  EXPECT_EQ(cli::parse_mesh("tp=2", 8), (cli::MeshShape{.shard = 4, .tensor = 2}));
+  EXPECT_EQ(
+      cli::parse_mesh("replicate=2,shard=3", {}), (cli::MeshShape{.replicate = 2, .shard = 3}));
+  EXPECT_EQ(cli::parse_mesh("dp=2,shard=2,tp=2", 8).str(), "dp=2,shard=2,tp=2");
+}
+
+TEST(Presets, HaveTheSizesOfTheirNames) {
+  const auto params = [](const std::string& name) {
+    cli::TrainConfig config;
+    config.model = cli::model_preset(name);
+    return static_cast<double>(cli::make_plan(config, {}).num_params);
+  };
+  EXPECT_NEAR(params("tiny"), 804e3, 1e3);
+  EXPECT_NEAR(params("1b"), 1.236e9, 2e6);
+  EXPECT_NEAR(params("3b"), 3.21e9, 1e7);
+  EXPECT_NEAR(params("8b"), 8.03e9, 1e7);
+  EXPECT_NEAR(params("70b"), 70.55e9, 1e8);
+}
+
+TEST(Curve, FallsFromTheLeftToTheRight) {
+  const auto lines = cli::draw_curve({3, 2, 1}, {.width = 3, .height = 3, .unicode = false});
+  const std::vector<std::string> expected{"    3.0000 *  ", "            * ", "    1.0000   *"};
+  EXPECT_EQ(lines, expected);
+  EXPECT_TRUE(cli::draw_curve({1, std::nan("")}).empty());
+  EXPECT_EQ(cli::draw_curve({2, 1}, {.width = 1, .height = 1})[0], "    2.0000 \u2881");
+}
+
+// ------------------------------------------------------------ What a person sees
+
+TEST(TrainScreen, DryRunOfSeventyBillionParameters) {
+  const auto ended = run(
+      {"train", "--model", "70b", "--ranks", "1024", "--batch", "1024", "--param-dtype", "bf16",
+       "--dry-run"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(contains(ended.output, "model     70.6 G parameters: 80 layers of 8192"));
+  EXPECT_TRUE(contains(ended.output, "1024 over no network; 81 groups, "));
+  EXPECT_TRUE(contains(ended.output, "161 all-gathers of "));
+  EXPECT_TRUE(contains(ended.output, "81 reduce-scatters of "));
+}
+
+TEST(TrainScreen, JsonIsOneObjectPerLine) {
+  const auto ended = run(tiny(text_file(), {"--json", "--steps", "3", "--ranks", "2"}));
+  ASSERT_EQ(ended.exit_code, 0) << ended.output;
+  std::istringstream lines(ended.output);
+  std::string events;
+  for (std::string line; std::getline(lines, line);) {
+    events += Json::parse(line)["event"].get<std::string>() + " ";
+  }
+  EXPECT_EQ(events, "plan step step step result sample saved ");
+}
+
+TEST(TrainScreen, GenerateGoesOnFromACheckpoint) {
+  const auto run_folder = temporary_folder() + "/run";
+  ASSERT_EQ(run(tiny_options(text_file(), {"--run", run_folder, "--quiet"})).exit_code, 0);
+  const Words words{"generate", "--checkpoint", run_folder, "--prompt", "for (", "--tokens", "20"};
+  const auto once = run(words);
+  EXPECT_EQ(once.exit_code, 0) << once.output;
+  EXPECT_EQ(once.output.find("for ("), 0u) << once.output;
+  EXPECT_EQ(once.output.size(), 26u) << once.output;
+  EXPECT_EQ(run(words).output, once.output);
+  const auto none = run({"generate", "--checkpoint", "/no/such/run"});
+  EXPECT_EQ(none.exit_code, 2);
+  EXPECT_TRUE(contains(none.output, "--checkpoint: there is no complete checkpoint in "));
+}
+
+TEST(Doctor, SaysWhatIsThere) {
+  const auto ended = run({"doctor"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  for (const auto* part : {"torch     ok ", "threads   ok ", "gloo      ok ", "text      ok "}) {
+    EXPECT_TRUE(contains(ended.output, part));
+  }
+}
+
+// ------------------------------------------------------------ Ends
+
+/// Starts a long run, waits until it has done a step, and sends it `signals`.
+Ended interrupted(
+    const std::string& words, const std::string& run_folder, const std::string& send) {
+  return run_script(
+      kTool + words + " & for i in {1..1500}; do [ -s " + run_folder +
+      "/metrics.jsonl ] && break; sleep 0.02; done; " + send + " wait $!");
+}
+
+TEST(TrainSignals, FinishesTheStepSavesAndGoesOnLater) {
+  const auto data = text_file();
+  for (const auto& [name, code] : {std::pair("INT", 130), std::pair("TERM", 143)}) {
+    const auto run_folder = temporary_folder() + "/run";
+    const auto words = joined(
+        tiny_options(data, {"--run", run_folder, "--steps", "100000", "--schedule", "constant"}));
+    // bash lets its background jobs ignore SIGINT; the tool handles it all the same.
+    const auto ended = interrupted(words, run_folder, std::string("kill -") + name + " $!;");
+    EXPECT_EQ(ended.exit_code, code) << ended.output;
+    EXPECT_TRUE(contains(ended.output, std::string("stopped   by SIG") + name + " after step "));
+    EXPECT_TRUE(contains(ended.output, "; to go on: fsdp train --resume " + run_folder));
+    const auto done = lines_of(run_folder + "/metrics.jsonl").size();
+    const auto rest =
+        run({"train", "--resume", run_folder, "--steps", std::to_string(done + 2), "--quiet"});
+    EXPECT_EQ(rest.exit_code, 0) << rest.output;
+    EXPECT_EQ(lines_of(run_folder + "/metrics.jsonl").size(), done + 2);
+  }
+}
+
+TEST(TrainSignals, ASecondOneQuitsAtOnce) {
+  const auto run_folder = temporary_folder() + "/run";
+  const auto words = joined(tiny_options(
+      text_file(), {"--run", run_folder, "--steps", "100000", "--model", "small", "--batch", "64",
+                    "--context", "128", "--dim", "256"})); // so that a step takes a while
+  const auto ended = interrupted(words, run_folder, "kill -TERM $!; sleep 0.02; kill -INT $!;");
+  EXPECT_EQ(ended.exit_code, 130) << ended.output;
+  EXPECT_EQ(count(ended.output, "stopped"), 0) << ended.output;
+}
+
+TEST(TrainSignals, NanStopsEveryRankWithANameAndACodeOfItsOwn) {
+  for (const std::string launcher : {"", " run -n 2 -- " + kTool}) {
+    const auto ended =
+        run_script(kTool + launcher + joined(tiny(text_file(), {"--lr", "1e30", "--clip", "0"})));
+    EXPECT_EQ(ended.exit_code, 5) << ended.output;
+    EXPECT_EQ(count(ended.output, "not finite"), 1) << ended.output;
+    EXPECT_EQ(count(ended.output, "result "), 0) << ended.output;
+  }
+}
+
+TEST(TrainSignals, AFullDiskIsSaidClearly) {
+  if (run_script("test -w /dev/full").exit_code != 0) {
+    GTEST_SKIP() << "no /dev/full here";
+  }
+  const auto run_folder = temporary_folder() + "/run";
+  run_script("mkdir " + run_folder + "; ln -s /dev/full " + run_folder + "/config.json.new");
+  const auto ended =
+      run(tiny_options(text_file(), {"--run", run_folder, "--steps", "2", "--quiet"}));
+  EXPECT_EQ(ended.exit_code, 4) << ended.output;
+  EXPECT_TRUE(contains(ended.output, run_folder + "/config.json cannot be written: No space left"));
+}
+
+} // namespace
+} // namespace fsdp::test
