@@ -12,6 +12,7 @@ using Action = std::function<int()>;
 // Each adds one command to the tool, and sets `action` when it is chosen.
 void add_convert(CLI::App& app, Action& action);
 void add_inspect(CLI::App& app, Action& action);
+void add_report(CLI::App& app, Action& action);
 void add_run(CLI::App& app, Action& action);
 void add_train(CLI::App& app, Action& action);
 void add_verify(CLI::App& app, Action& action);

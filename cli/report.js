@@ -48,8 +48,18 @@
     const unit = 10 ** Math.floor(Math.log10(rough));
     const step = unit * [1, 2, 5, 10].find((factor) => factor * unit >= rough);
     const result = [];
-    for (let i = Math.ceil(lo / step - 1e-9); i * step <= hi + step * 1e-9; ++i) result.push(i * step);
+    for (let i = Math.ceil(lo / step - 1e-9); i * step <= hi + step * 1e-9; ++i) result.push(i * step || 0); // no -0
     return result;
+  }
+  /** Texts for an axis, without the zeros at the end that all have. */
+  function axisTexts(values, format) {
+    let texts = values.map((value) => (value === 0 ? "0" : format(value)));
+    const tail = /(\.\d*?)0(?=\D*$)/;
+    const others = () => texts.filter((text) => text !== "0");
+    while (others().length && others().every((text) => tail.test(text))) {
+      texts = texts.map((text) => text.replace(tail, "$1").replace(/\.(?=\D*$)/, ""));
+    }
+    return texts;
   }
   /** The same in powers of two, for bytes. */
   function byteTicks(hi, about) {
@@ -90,6 +100,7 @@
   }
   function legend(id, items) {
     at(id).replaceChildren(...items.map(({color, name, value, shape}) => {
+      if (!name) return el("li", {class: "break"});
       const swatch = el("i", {class: "swatch " + (shape || "")});
       if (shape !== "dashed") swatch.style.background = color;
       return el("li", {}, swatch, name, value ? el("b", {}, value) : null);
@@ -111,13 +122,13 @@
     }
     return result;
   }
+  /** The mean of neighbours on both sides, as many on each. */
   function smoothed(points) {
-    const keep = 1 - 1 / Math.max(1, Math.min(25, points.length / 25));
-    let mean = 0, weight = 0;
-    return points.map(([x, y]) => {
-      mean = keep * mean + (1 - keep) * y;
-      weight = keep * weight + (1 - keep);
-      return [x, mean / weight];
+    const reach = Math.round(Math.min(15, points.length / 40));
+    return points.map(([x], i) => {
+      const side = Math.min(reach, i, points.length - 1 - i);
+      const near = points.slice(i - side, i + side + 1);
+      return [x, near.reduce((sum, point) => sum + point[1], 0) / near.length];
     });
   }
   const path = (points, x, y) => points.map(([a, b], i) =>
@@ -127,7 +138,7 @@
    * series: [{name, points, color, width, opacity, marks, smooth, format}]; levels: horizontal
    * dashed lines {name, value}. `zero` makes the axis begin there.
    */
-  function lineChart({series, levels = [], height, zero, format, label, upper}) {
+  function lineChart({series, levels = [], height, zero, format, axisFormat = format, label, upper}) {
     series = series.filter((one) => one.points.length > 0);
     return (width) => {
       const narrow = width < 480;
@@ -148,12 +159,14 @@
       const x = (v) => box.left + (x1 > x0 ? (v - x0) / (x1 - x0) : 0.5) * (width - box.left - box.right);
       const y = (v) => h - box.bottom - (Math.min(v, hi) - lo) / (hi - lo) * (h - box.top - box.bottom);
       const root = svg("svg", {viewBox: `0 0 ${width} ${h}`, height: h, role: "img", "aria-label": label});
-      for (const value of ticks(lo, hi, h < 190 ? 3 : 5)) {
+      const levelsOfGrid = ticks(lo, hi, h < 190 ? 4 : 5);
+      const texts = axisTexts(levelsOfGrid, axisFormat);
+      levelsOfGrid.forEach((value, i) => {
         root.append(svg("line", {class: "grid", x1: box.left, x2: width - box.right, y1: y(value), y2: y(value)}));
-        root.append(svg("text", {x: box.left - 8, y: y(value) + 4, "text-anchor": "end"}, format(value)));
-      }
+        root.append(svg("text", {x: box.left - 8, y: y(value) + 4, "text-anchor": "end"}, texts[i]));
+      });
       root.append(svg("line", {class: "axis", x1: box.left, x2: width - box.right, y1: h - box.bottom, y2: h - box.bottom}));
-      for (const value of ticks(x0, x1, width / 130).filter(Number.isInteger)) {
+      for (const value of ticks(x0, x1, width / 95).filter(Number.isInteger)) {
         root.append(svg("text", {x: x(value), y: h - 6, "text-anchor": "middle"}, digits(value, 0)));
       }
       for (const level of levels) {
@@ -169,7 +182,7 @@
         } else {
           root.append(svg("path", {...stroke, d: path(shown, x, y), "stroke-width": 1.75}));
         }
-        if (one.marks) {
+        if (one.marks || one.points.length === 1) {
           for (const [a, b] of one.points) {
             root.append(svg("circle", {cx: x(a), cy: y(b), r: 3.5, fill: one.color, stroke: css("paper"), "stroke-width": 1.5}));
           }
@@ -252,7 +265,7 @@
     const speed = column((line) => line.tokens_per_s).map((point) => point[1]);
     if (speed.length) fact("Tokens per second", count(median(speed)), "median step");
     const exposed = column((line) => line.exposed_s / line.seconds).map((point) => point[1]);
-    if (exposed.length) fact("Exposed communication", percent(median(exposed)), "of a median step");
+    if (exposed.length) fact("Waiting", percent(median(exposed)), "for communication");
     const peaks = steps.map((line) => line.memory && line.memory.peak).filter(finite);
     if (peaks.length) fact("Peak memory", bytes(Math.max(...peaks)), "rank 0");
     const time = steps.reduce((sum, line) => sum + (line.seconds || 0), 0);
@@ -262,8 +275,8 @@
   }
 
   function training() {
-    if (steps.length === 0) {
-      at("training").replaceChildren(el("h2", {}, "Loss"), el("p", {class: "missing"}, "metrics.jsonl has no steps."));
+    if (column((line) => line.loss).length === 0) {
+      at("training").replaceChildren(el("h2", {}, "Loss"), el("p", {class: "missing"}, "metrics.jsonl has no step with a loss."));
       return;
     }
     at("loss-lede").textContent = "Cross entropy in nats per byte; the strong line is a running mean.";
@@ -285,7 +298,7 @@
         series: [{name: label, color: css(more.color || "accent"), smooth: !more.plain, points}], ...more}));
     };
     small("throughput", "tokens/s", (v) => count(v), (line) => line.tokens_per_s);
-    small("exposed", "waiting", (v) => percent(v), (line) => line.exposed_s / line.seconds, {color: "waiting", upper: 1});
+    small("exposed", "waiting", (v) => percent(v), (line) => line.exposed_s / line.seconds, {color: "waiting", upper: 1, axisFormat: (v) => digits(100 * v, 2) + " %"});
     small("norm", "gradient norm", (v) => three(v), (line) => line.grad_norm);
     small("rate", "learning rate", power, (line) => line.lr, {plain: true});
   }
@@ -355,7 +368,7 @@
     legend("timeline-legend", [
       ...used.map((cat) => ({color: css(activityColor[cat]), name: activityName[cat], value: share((rank) => total(rank, cat))})),
       {color: css("waiting"), name: "waiting", value: share(waited)},
-      ...kinds.map((kind) => ({color: css(collectiveColor[kind]), name: spoken(kind)})),
+      {}, ...kinds.map((kind) => ({color: css(collectiveColor[kind]), name: spoken(kind)})),
       ...(more ? [{color: css("collective"), name: "other collectives"}] : [])]);
 
     const rows = [...kinds, ...(more ? ["more"] : [])];
@@ -391,7 +404,7 @@
         // A hairline of paper between neighbours, where there is room for one.
         const node = svg("rect", {x: x(each.begin).toFixed(2), y, width: (wide > 3 ? wide - 0.7 : wide).toFixed(2), height: size,
           fill: css(color), rx: wide > 6 ? 1.5 : 0});
-        if (opacity < 1) node.setAttribute("opacity", opacity);
+        if (opacity !== 1) node.style.opacity = opacity;
         node.tip = () => [title, rowsOf()];
         plot.append(node);
         boxes.push(node);
@@ -422,7 +435,7 @@
             const place = y + each.lane * (thin + 1);
             const about = () => [["rank", String(rank.rank)], ["bytes", bytes(each.args.bytes || 0)], ["group", each.args.group || ""],
               ["from", ms(each.begin)], ["in flight", ms(each.end - each.begin)], ["waited for", ms(each.args.waited_us || 0)]];
-            bar(each, place, thin, color, 0.38, spoken(each.name), about);
+            bar(each, place, thin, color, css("pale"), spoken(each.name), about);
             for (const wait of rank.waits) {
               if (wait.name === each.name && wait.begin >= each.begin && wait.end <= each.end + 1) bar(wait, place, thin, color, 1, spoken(each.name), about);
             }
@@ -497,7 +510,7 @@
 
   const kCategories = ["shards", "gradients", "other", "gathered", "communication"]; // from below: what stays, first
   const categoryName = {shards: "shards", gathered: "gathered parameters", gradients: "gradients",
-    communication: "communication buffers", other: "activations, optimizer and the rest"};
+    communication: "communication buffers", other: "activations, optimizer, rest"};
 
   function memory(one) {
     const ranks = one.ranks.filter((rank) => rank.memory.length > 1);
@@ -519,10 +532,11 @@
       const x = (t) => box.left + t / one.length * (width - box.left - box.right);
       const y = (v) => h - box.bottom - v / top * (h - box.top - box.bottom);
       const root = svg("svg", {viewBox: `0 0 ${width} ${h}`, height: h, role: "img", "aria-label": "Memory by category over one step"});
-      for (const value of byteTicks(top, 4)) {
-        root.append(svg("line", {class: "grid", x1: box.left, x2: width - box.right, y1: y(value), y2: y(value)}));
-        root.append(svg("text", {x: box.left - 8, y: y(value) + 4, "text-anchor": "end"}, value === 0 ? "0" : bytes(value).replace(/\.0+(?= )/, "")));
-      }
+      const levels = byteTicks(top, 4);
+      axisTexts(levels, bytes).forEach((text, i) => {
+        root.append(svg("line", {class: "grid", x1: box.left, x2: width - box.right, y1: y(levels[i]), y2: y(levels[i])}));
+        root.append(svg("text", {x: box.left - 8, y: y(levels[i]) + 4, "text-anchor": "end"}, text));
+      });
       // A step function: a count holds until the next.
       const base = chosen.memory.map(() => 0);
       for (const name of kCategories) {
@@ -632,6 +646,6 @@
   }
   groupTable();
   options();
-  at("footer").textContent = `Written by fsdp${data.version ? " " + data.version : ""}. trace.json opens in ui.perfetto.dev.`;
+  at("footer").textContent = `Written by fsdp${data.version ? " " + data.version : ""}.` + (one ? " The whole trace.json opens in ui.perfetto.dev." : "");
   document.documentElement.dataset.ready = "yes";
 })();
