@@ -3,10 +3,15 @@
 
 #include <nlohmann/json.hpp>
 
+#include <sys/stat.h>
+
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -28,10 +33,23 @@ namespace fs = std::filesystem;
 
 constexpr size_t kMostSteps = 20'000; // of the page; of more, every second, third, ...
 
+// By hand: one supported torch exports its own, broken parts of std::filesystem.
+bool is_there(const fs::path& path) {
+  struct stat info{};
+  return stat(path.c_str(), &info) == 0;
+}
+
+/// The last part of where a folder really lies.
+std::string name_of(const fs::path& folder) {
+  const std::unique_ptr<char, decltype(&std::free)> real(
+      realpath(folder.c_str(), nullptr), &std::free);
+  return real ? fs::path(real.get()).filename().string() : folder.string();
+}
+
 std::optional<std::string> read_text(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) {
-    check_config(!fs::exists(path), "cannot read ", path.string());
+    check_config(!is_there(path), "cannot read ", path.string());
     return {};
   }
   std::ostringstream text;
@@ -127,10 +145,10 @@ Json events_of_one_step(const Json& trace) {
     return is_slice(event) && event.value("cat", "") == "step";
   });
   const auto chosen = choose_step(steps);
-  std::erase_if(steps, [&](const auto& step) { return step.at("args").at("step") != chosen; });
-  if (steps.empty()) {
+  if (!chosen) {
     return nullptr;
   }
+  std::erase_if(steps, [&](const auto& step) { return step.at("args").at("step") != *chosen; });
   double begin = steps[0].at("ts");
   double end = end_of(steps[0]);
   for (const auto& step : steps) {
@@ -181,7 +199,7 @@ std::string script_text(const Json& json) {
 } // namespace
 
 fs::path write_report(const fs::path& run) {
-  check_config(fs::is_directory(run), run.string(), " is not a folder");
+  check_config(is_there(run), "there is no folder ", run.string());
   auto metrics = read_metrics(run / kMetricsFile);
   Json trace;
   try {
@@ -189,9 +207,8 @@ fs::path write_report(const fs::path& run) {
   } catch (const Json::exception& error) {
     refuse((run / kTraceFile).string(), " is not a trace of fsdp: ", error.what());
   }
-  const auto name = fs::absolute(run).lexically_normal();
   const Json data{
-      {"name", (name.has_filename() ? name : name.parent_path()).filename().string()},
+      {"name", name_of(run)},
       {"version", c10::str(FSDP_VERSION_MAJOR, ".", FSDP_VERSION_MINOR, ".", FSDP_VERSION_PATCH)},
       {"config", read_json(run / kConfigFile)},
       {"metrics", std::move(metrics)},
@@ -205,11 +222,9 @@ fs::path write_report(const fs::path& run) {
   std::ofstream file(part, std::ios::binary);
   file << page << std::flush;
   file.close();
-  std::error_code error;
-  if (file) {
-    fs::rename(part, path, error); // who has the page open never sees half of it
-  }
-  check_config(file && !error, "cannot write ", path.string(), "; is there space left?");
+  // In one go: who opens the page meanwhile never sees half of it.
+  const bool written = file && std::rename(part.c_str(), path.c_str()) == 0;
+  check_config(written, "cannot write ", path.string(), "; is there space left?");
   return path;
 }
 

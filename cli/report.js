@@ -245,7 +245,8 @@
     at("kicker").textContent = ["fsdp train", option("started", "date")].filter(Boolean).join(" · ");
     const params = option("parameters", "model.parameters", "num_params") || groups.reduce((sum, group) => sum + group.numel, 0);
     const layers = option("model.layers", "layers"), dim = option("model.dim", "dim");
-    const ranks = option("ranks", "world_size"), backend = option("backend");
+    const sizes = String(option("mesh") || "").match(/\d+/g);
+    const ranks = option("ranks", "world_size") || (sizes && sizes.reduce((all, size) => all * Number(size), 1)), backend = option("backend");
     const pieces = [];
     if (params) pieces.push(`${count(params)} parameters` + (layers && dim ? ` in ${plural(layers, "layer")} of ${dim}` : ""));
     if (ranks) pieces.push(plural(ranks, "rank") + (backend ? ` over ${backend}` : "") + (option("mesh") ? ` (${option("mesh")})` : ""));
@@ -269,7 +270,7 @@
     const peaks = steps.map((line) => line.memory && line.memory.peak).filter(finite);
     if (peaks.length) fact("Peak memory", bytes(Math.max(...peaks)), "rank 0");
     const time = steps.reduce((sum, line) => sum + (line.seconds || 0), 0);
-    if (time > 0) fact("Time", seconds(time), `${plural(steps.length, "step")}, ${count(steps.reduce((sum, line) => sum + (line.tokens || 0), 0))} tokens`);
+    if (time > 0) fact("Time", seconds(time), `${plural(steps.length, "step")}, ${count(steps.reduce((sum, line) => sum + (line.seconds * line.tokens_per_s || 0), 0))} tokens`);
     at("facts").replaceChildren(...facts);
     if (!facts.length) at("facts").remove();
   }
@@ -592,7 +593,7 @@
       return;
     }
     // Equal neighbours (the layers of a model) become one row.
-    const same = (a, b) => ["numel", "params", "dtype", "shard_bytes", "gathered_bytes", "padding_bytes"].every((key) => a[key] === b[key]);
+    const same = (a, b) => ["numel", "dtype", "shard_bytes", "gathered_bytes", "padding_bytes"].every((key) => a[key] === b[key]);
     const runs = [];
     for (const group of groups) {
       if (runs.length && same(runs.at(-1)[0], group)) runs.at(-1).push(group);
@@ -604,7 +605,7 @@
     const body = el("tbody");
     for (const run of shown) {
       const group = run[0];
-      const name = (one) => one.module || "(root)";
+      const name = (one) => one.name || "(root)";
       body.append(el("tr", {},
         el("td", {}, el("code", {}, run.length > 1 ? `${name(group)} … ${name(run.at(-1))}` : name(group)),
           ...(run.length > 1 ? [" ", el("small", {}, `${run.length} alike, each`)] : [])),

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <fstream>
 #include <string_view>
 #include <unordered_map>
@@ -328,11 +329,7 @@ bool write_file(const std::filesystem::path& path, const std::string& text) {
   std::ofstream file(part, std::ios::binary);
   file << text << std::flush;
   file.close();
-  std::error_code error;
-  if (file) {
-    std::filesystem::rename(part, path, error);
-  }
-  return file && !error;
+  return file && std::rename(part.c_str(), path.c_str()) == 0;
 }
 
 } // namespace

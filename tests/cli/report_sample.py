@@ -18,12 +18,11 @@ CATEGORIES = ("shards", "gathered", "gradients", "communication", "other")
 
 
 def group_rows():
-    def row(module, params, numel):
+    def row(name, numel):
         shard = -(-numel // 2) * 4
-        return {"module": module, "ranks": 2, "params": params, "numel": numel, "dtype": "Float",
-                "shard_bytes": shard, "gathered_bytes": 2 * shard,
+        return {"name": name, "numel": numel, "shard_bytes": shard, "gathered_bytes": 2 * shard,
                 "padding_bytes": 2 * shard - 4 * numel}
-    return [*(row(f"layers.{i}", 9, LAYER_NUMEL) for i in range(LAYERS)), row("", 3, ROOT_NUMEL)]
+    return [*(row(f"layers.{i}", LAYER_NUMEL) for i in range(LAYERS)), row("", ROOT_NUMEL)]
 
 
 def metrics(draw):
@@ -40,7 +39,7 @@ def metrics(draw):
             "loss": round(1.62 + 3.95 * math.exp(-5.5 * done) + draw.gauss(0, 0.05), 6),
             "grad_norm": round(0.55 + 2.6 * math.exp(-9 * done) + abs(draw.gauss(0, 0.08)), 6),
             "lr": round(2e-3 * (step / 20 if step < 20 else 0.1 + 0.45 * (1 + math.cos(math.pi * (step - 20) / 180))), 9),
-            "tokens": TOKENS, "seconds": round(seconds, 6),
+            "tokens": step * TOKENS, "seconds": round(seconds, 6),
             "tokens_per_s": round(TOKENS / seconds, 1),
             "exposed_s": round(seconds * draw.uniform(0.07, 0.12), 6),
             "memory": memory | {"allocated": sum(memory.values()), "peak": peak},
@@ -101,8 +100,8 @@ class Rank:
     def step(self, number, groups):
         start = self.now
         layer = groups[0]
-        names = [group["module"] for group in groups[:-1]]
-        gather = lambda g: self.start("all_gather", g["module"], g["gathered_bytes"], 300 + g["gathered_bytes"] / 4500, "shard")
+        names = [group["name"] for group in groups[:-1]]
+        gather = lambda g: self.start("all_gather", g["name"], g["gathered_bytes"], 300 + g["gathered_bytes"] / 4500, "shard")
         self.do("other", "other", 350)
         self.count()
         self.wait(gather(groups[-1]))
