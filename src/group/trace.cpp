@@ -119,13 +119,15 @@ struct Trace::Recorder : detail::CollectiveObserver {
   // ---------------------------------------------------------- Ranges
 
   static std::unique_ptr<at::ObserverContext> range_begins(const at::RecordFunction& range) {
-    if (mine) { // not a thread that inherited the callback
+    // Not of a thread that inherited the callback, nor of a backend's work (async):
+    // other threads end that.
+    if (mine && !range.isAsync()) {
       mine->on_range_begin(range.name());
     }
     return nullptr;
   }
   static void range_ends(const at::RecordFunction& range, at::ObserverContext*) {
-    if (mine) {
+    if (mine && !range.isAsync()) {
       mine->on_range_end(range.name());
     }
   }

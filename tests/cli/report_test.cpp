@@ -113,7 +113,9 @@ TEST(Report, NamesWhatCannotBeRead) {
   write(folder + "/groups.json", "[1,");
   expect_refused(folder, "groups.json is not JSON");
   write(folder + "/groups.json", "[]");
-  write(folder + "/trace.json", R"({"traceEvents": [3]})");
+  write(
+      folder + "/trace.json",
+      R"({"traceEvents": [{"ph": "X", "cat": "step", "ts": 1, "dur": 2}]})");
   expect_refused(folder, "trace.json is not a trace of fsdp");
 }
 

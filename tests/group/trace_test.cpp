@@ -6,7 +6,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include <filesystem>
+#include <algorithm>
+#include <atomic>
 #include <fstream>
 #include <map>
 #include <set>
