@@ -33,6 +33,7 @@
   const bytes = (x) => scaled(x, 1024, [" B", " KiB", " MiB", " GiB", " TiB"]);
   const count = (x) => scaled(x, 1000, ["", "k", "M", "B", "T"]);
   const ms = (us) => (us >= 1e6 ? three(us / 1e6) + " s" : us >= 1e3 ? three(us / 1e3) + " ms" : three(us) + " µs");
+  const milliseconds = (us) => digits(us / 1e3, 4) + " ms";
   const percent = (x) => digits(100 * x, x !== 0 && Math.abs(x) < 0.1 ? 1 : 0) + " %";
   function seconds(s) {
     if (s < 100) return three(s) + " s";
@@ -182,7 +183,7 @@
         } else {
           root.append(svg("path", {...stroke, d: path(shown, x, y), "stroke-width": 1.75}));
         }
-        if (one.marks || one.points.length === 1) {
+        if ((one.marks && one.points.length <= 40) || one.points.length === 1) {
           for (const [a, b] of one.points) {
             root.append(svg("circle", {cx: x(a), cy: y(b), r: 3.5, fill: one.color, stroke: css("paper"), "stroke-width": 1.5}));
           }
@@ -280,7 +281,7 @@
       at("training").replaceChildren(el("h2", {}, "Loss"), el("p", {class: "missing"}, "metrics.jsonl has no step with a loss."));
       return;
     }
-    at("loss-lede").textContent = "Cross entropy in nats per byte; the strong line is a running mean.";
+    at("loss-lede").textContent = "Cross entropy in nats per byte" + (steps.length > 40 ? "; the strong line is a running mean." : ".");
     const items = [{color: css("accent"), name: "training", shape: "thin"}];
     if (validations.length) items.push({color: css("second"), name: "validation, on held-out text", shape: "thin"});
     if (finite(baseline)) items.push({name: "byte frequencies alone", shape: "dashed"});
@@ -392,11 +393,13 @@
       clip.append(svg("rect", {x: left, y: 0, width: width - left - right, height: h}));
       root.append(clip);
       const bottom = h - 22;
-      for (const t of ticks(view[0], view[1], width / 120)) {
-        root.append(svg("line", {class: "grid", x1: x(t), x2: x(t), y1: 0, y2: bottom}));
-        const anchor = x(t) < left + 20 ? "start" : x(t) > width - 20 ? "end" : "middle";
-        root.append(svg("text", {x: x(t), y: h - 5, "text-anchor": anchor}, t === 0 ? "0" : digits(t / 1000, one.length < 2e4 || view[1] - view[0] < 2e4 ? 1 : 0) + " ms"));
-      }
+      const times = ticks(view[0], view[1], width / 120);
+      axisTexts(times, milliseconds).forEach((text, i) => {
+        const here = x(times[i]);
+        root.append(svg("line", {class: "grid", x1: here, x2: here, y1: 0, y2: bottom}));
+        const anchor = here < left + 20 ? "start" : here > width - 20 ? "end" : "middle";
+        root.append(svg("text", {x: here, y: h - 5, "text-anchor": anchor}, text));
+      });
       const plot = svg("g", {"clip-path": "url(#plot)"});
       const boxes = [];
       const bar = (each, y, size, color, opacity, title, rowsOf) => {
@@ -498,7 +501,7 @@
     const table = el("table", {}, el("thead", {}, el("tr", {}, ...["", "step", ...used.map((cat) => activityName[cat]), "waiting"].map((name) =>
       el("th", ["step", "copies of shards", "other", "own ranges"].includes(name) ? {class: "optional"} : {}, name)))));
     const body = el("tbody");
-    for (const rank of one.ranks.slice(0, 64)) {
+    for (const rank of one.ranks.slice(0, 16)) {
       body.append(el("tr", {}, el("td", {}, `rank ${rank.rank}`), el("td", {class: "optional"}, ms(rank.end - rank.begin)),
         ...used.map((cat) => el("td", ["sharding", "other", "user"].includes(cat) ? {class: "optional"} : {}, ms(total(rank, cat)))),
         el("td", {}, ms(waited(rank)))));
@@ -534,7 +537,7 @@
       const y = (v) => h - box.bottom - v / top * (h - box.top - box.bottom);
       const root = svg("svg", {viewBox: `0 0 ${width} ${h}`, height: h, role: "img", "aria-label": "Memory by category over one step"});
       const levels = byteTicks(top, 4);
-      axisTexts(levels, bytes).forEach((text, i) => {
+      axisTexts(levels, (v) => bytes(v).replace(/\.0+(?= )/, "")).forEach((text, i) => {
         root.append(svg("line", {class: "grid", x1: box.left, x2: width - box.right, y1: y(levels[i]), y2: y(levels[i])}));
         root.append(svg("text", {x: box.left - 8, y: y(levels[i]) + 4, "text-anchor": "end"}, text));
       });
@@ -552,10 +555,11 @@
         root.append(svg("path", {d: path([...high, ...low.reverse()], x, y) + "Z", fill: css(name), opacity: 0.88, "data-category": name}));
       }
       root.append(svg("line", {class: "axis", x1: box.left, x2: width - box.right, y1: h - box.bottom, y2: h - box.bottom}));
-      for (const t of ticks(0, one.length, width / 120)) {
-        const anchor = x(t) > width - 20 ? "end" : "middle";
-        root.append(svg("text", {x: x(t), y: h - 6, "text-anchor": anchor}, t === 0 ? "0" : digits(t / 1000, one.length < 2e4 ? 1 : 0) + " ms"));
-      }
+      const times = ticks(0, one.length, width / 120);
+      axisTexts(times, milliseconds).forEach((text, i) => {
+        const anchor = x(times[i]) > width - 20 ? "end" : "middle";
+        root.append(svg("text", {x: x(times[i]), y: h - 6, "text-anchor": anchor}, text));
+      });
       const cross = svg("line", {class: "cross", y1: box.top, y2: h - box.bottom, visibility: "hidden"});
       const area = svg("rect", {x: box.left, y: 0, width: width - box.left - box.right, height: h, fill: "transparent"});
       area.addEventListener("pointermove", (event) => {
