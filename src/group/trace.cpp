@@ -1,7 +1,7 @@
 #include <fsdp/trace.h>
 
-#include <ATen/ATen.h>
 #include <ATen/record_function.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <chrono>
@@ -11,9 +11,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include <fsdp/distributed.h>
-
 #include "group/trace_events.h"
+#include "process_group/exchange.h"
 #include "process_group/observer.h"
 
 namespace fsdp {
@@ -301,28 +300,10 @@ double Trace::waited_s() const {
 std::string Trace::json() {
   stop();
   return detail::chrome_trace(
-      {detail::chrome_events(recorder_->events(), is_initialized() ? get_rank() : 0, 0)});
+      {detail::chrome_events(recorder_->events(), detail::current_world().rank, 0)});
 }
 
 namespace {
-
-/// Every rank's text, on every rank. Collective.
-std::vector<std::string> all_texts(const ProcessGroup& group, std::string text) {
-  const auto ranks = group.size();
-  const auto length = at::full({1}, static_cast<int64_t>(text.size()), at::kLong);
-  const auto lengths = at::empty({ranks}, at::kLong);
-  group.all_gather(lengths, length);
-  const auto most = std::max<int64_t>(1, lengths.max().item<int64_t>());
-  text.resize(most);
-  const auto bytes = at::empty({ranks * most}, at::kByte);
-  group.all_gather(bytes, at::from_blob(text.data(), {most}, at::kByte));
-  std::vector<std::string> texts;
-  for (int rank = 0; rank < ranks; ++rank) {
-    const auto* begin = reinterpret_cast<const char*>(bytes.const_data_ptr()) + rank * most;
-    texts.emplace_back(begin, lengths[rank].item<int64_t>());
-  }
-  return texts;
-}
 
 /// False when that failed. What was there before stays until all of it is written.
 bool write_file(const std::filesystem::path& path, const std::string& text) {
@@ -338,22 +319,17 @@ bool write_file(const std::filesystem::path& path, const std::string& text) {
 
 void Trace::write(const std::filesystem::path& path) {
   stop();
-  if (!is_initialized()) {
-    TORCH_CHECK(write_file(path, json()), "[Trace] cannot write ", path.string());
-    return;
+  const auto began = detail::gather_texts(std::to_string(recorder_->began()));
+  int64_t first = recorder_->began();
+  for (const auto& text : began) {
+    first = std::min<int64_t>(first, std::stoll(text));
   }
-  const auto world = default_group();
-  const auto first = at::full({1}, recorder_->began(), at::kLong);
-  world.all_reduce(first, ReduceOp::Min);
-  const auto texts = all_texts(
-      world, detail::chrome_events(
-                 recorder_->events(), world.rank(), recorder_->began() - first.item<int64_t>()));
-  const auto good = at::ones({1}, at::kLong);
-  if (world.rank() == 0) {
-    good.fill_(write_file(path, detail::chrome_trace(texts)) ? 1 : 0);
-  }
-  world.broadcast(good, 0);
-  TORCH_CHECK(good.item<int64_t>() == 1, "[Trace] rank 0 cannot write ", path.string());
+  const auto rank = detail::current_world().rank;
+  const auto events = detail::gather_texts(
+      detail::chrome_events(recorder_->events(), rank, recorder_->began() - first));
+  const bool good = rank != 0 || write_file(path, detail::chrome_trace(events));
+  const auto outcomes = detail::gather_texts(good ? "good" : "failed");
+  TORCH_CHECK(outcomes[0] == "good", "[Trace] rank 0 cannot write ", path.string());
 }
 
 struct WaitTimer::Observer : detail::CollectiveObserver {
