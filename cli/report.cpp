@@ -131,7 +131,7 @@ std::optional<int64_t> choose_step(const std::vector<Json>& steps) {
   std::stable_sort(lengths.begin(), lengths.end(), [](const auto& a, const auto& b) {
     return a.first < b.first;
   });
-  return lengths.empty() ? std::nullopt : std::optional(lengths[lengths.size() / 2].second);
+  return lengths.empty() ? std::nullopt : std::optional(lengths[(lengths.size() - 1) / 2].second);
 }
 
 /// The events of one step of a trace; null where there is none.

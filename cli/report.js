@@ -321,7 +321,7 @@
     const mine = whole.filter((event) => event.pid === first);
     if (mine.length === 0) return null;
     const choice = mine.length > 2 ? mine.slice(1) : mine;
-    const step = [...choice].sort((a, b) => a.dur - b.dur)[choice.length >> 1].args.step;
+    const step = [...choice].sort((a, b) => a.dur - b.dur)[(choice.length - 1) >> 1].args.step;
     const same = whole.filter((event) => event.args.step === step).sort((a, b) => a.pid - b.pid);
     const begin = Math.min(...same.map((event) => event.ts));
     const end = Math.max(...same.map((event) => event.ts + event.dur));
