@@ -10,6 +10,7 @@ import random
 import sys
 
 CLI = pathlib.Path(__file__).resolve().parents[2] / "cli"
+SCRIPTS = ("report_chart.js", "report_step.js", "report.js")
 RANKS, LAYERS, DIM, STEPS, TRACED = 4, 6, 256, 200, (21, 22, 23)
 TOKENS = 32 * 128
 MIB = 1 << 20
@@ -193,7 +194,7 @@ def page(folder):
         "trace": json.loads((folder / "trace.json").read_text())["traceEvents"],
     }
     text = (CLI / "report.html.in").read_text()
-    text = text.replace("@REPORT_SCRIPT@", (CLI / "report.js").read_text())
+    text = text.replace("@REPORT_SCRIPT@", "".join((CLI / name).read_text() for name in SCRIPTS))
     text = text.replace("@REPORT_DATA@", json.dumps(data).replace("<", "\\u003c"))
     (folder / "report.html").write_text(text)
 
