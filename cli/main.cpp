@@ -101,6 +101,7 @@ int main(int argc, char** argv) {
   fsdp::cli::add_train(app, action);
   fsdp::cli::add_run(app, action);
   fsdp::cli::add_generate(app, action);
+  fsdp::cli::add_report(app, action);
   fsdp::cli::add_inspect(app, action);
   fsdp::cli::add_verify(app, action);
   fsdp::cli::add_convert(app, action);

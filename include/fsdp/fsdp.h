@@ -35,5 +35,6 @@
 #include <fsdp/state_dict.h>
 #include <fsdp/tensor_parallel.h>
 #include <fsdp/tie_weights.h>
+#include <fsdp/trace.h>
 #include <fsdp/tree.h>
 #include <fsdp/version.h>

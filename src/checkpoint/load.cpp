@@ -8,9 +8,9 @@
 
 #include "base/check.h"
 #include "base/text.h"
-#include "checkpoint/exchange.h"
 #include "checkpoint/name_rules.h"
 #include "checkpoint/reader.h"
+#include "process_group/exchange.h"
 
 namespace fsdp {
 

@@ -10,10 +10,10 @@
 #include "base/check.h"
 #include "base/text.h"
 #include "checkpoint/crc32c.h"
-#include "checkpoint/exchange.h"
 #include "checkpoint/json_text.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/safetensors.h"
+#include "process_group/exchange.h"
 
 namespace fsdp::detail {
 

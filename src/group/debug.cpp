@@ -66,17 +66,9 @@ std::vector<std::string> EventLog::lines() const {
 }
 
 struct CommDebugMode::Observer : detail::CollectiveObserver {
-  void on_collective(
-      const detail::CollectiveCall& call,
-      const std::string& group,
-      const std::string& module) override {
-    int64_t bytes = 0;
-    for (const auto* tensor : {&call.output, &call.input}) {
-      if (tensor->defined()) {
-        bytes = std::max(bytes, static_cast<int64_t>(tensor->nbytes()));
-      }
-    }
-    calls.push_back({to_string(call.kind), bytes, group, module});
+  void on_collective(const detail::ObservedCollective& started) override {
+    calls.push_back(
+        {to_string(started.call.kind), started.call.bytes(), started.group, started.module});
   }
 
   std::vector<Call> calls;

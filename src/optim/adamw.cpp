@@ -10,6 +10,7 @@
 
 #include "optim/kernel_lists.h"
 #include "optim/update.h"
+#include "runtime/range.h"
 
 namespace fsdp::optim {
 namespace {
@@ -66,6 +67,7 @@ void run(Bucket& bucket, const torch::optim::AdamWOptions& options) {
 
 at::Tensor AdamW::step(LossClosure closure) {
   auto loss = detail::loss_of(closure);
+  const detail::Range range("optimizer_step");
   at::NoGradGuard no_grad;
   const auto options = [&](std::size_t group) -> const auto& {
     return static_cast<const torch::optim::AdamWOptions&>(param_groups_[group].options());

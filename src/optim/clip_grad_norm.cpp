@@ -25,6 +25,7 @@
 #include "base/text.h"
 #include "param/fsdp_param.h"
 #include "param/param_placement.h"
+#include "runtime/range.h"
 
 namespace fsdp {
 namespace {
@@ -214,6 +215,7 @@ at::Tensor clip_grad_norm_(
   if (params.empty()) {
     return at::zeros({});
   }
+  const detail::Range range("clip_grad_norm");
   at::NoGradGuard no_grad;
   const auto parts = parts_of(params);
   const auto lists = lists_of(parts);

@@ -12,6 +12,7 @@
 
 #include "optim/kernel_lists.h"
 #include "optim/update.h"
+#include "runtime/range.h"
 
 namespace fsdp::optim {
 namespace {
@@ -71,6 +72,7 @@ void run(Bucket& bucket, const SGDOptions& options, bool is_first_step) {
 
 at::Tensor SGD::step(LossClosure closure) {
   auto loss = detail::loss_of(closure);
+  const detail::Range range("optimizer_step");
   at::NoGradGuard no_grad;
   const auto options = [&](std::size_t group) -> const auto& {
     return static_cast<const SGDOptions&>(param_groups_[group].options());

@@ -111,6 +111,16 @@ const char* to_string(CollectiveKind kind) {
   return "?";
 }
 
+int64_t CollectiveCall::bytes() const {
+  int64_t bytes = 0;
+  for (const auto* tensor : {&output, &input}) {
+    if (tensor->defined()) {
+      bytes = std::max(bytes, static_cast<int64_t>(tensor->nbytes()));
+    }
+  }
+  return bytes;
+}
+
 std::string CollectiveCall::str() const {
   std::ostringstream out;
   out << to_string(kind) << "(";

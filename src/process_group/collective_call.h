@@ -33,6 +33,8 @@ struct CollectiveCall {
   std::vector<int64_t> out_splits; // all-to-all: lengths along dim 0, or empty
   std::vector<int64_t> in_splits;
 
+  /// Of the larger buffer.
+  int64_t bytes() const;
   /// "all_gather(out float[8], in float[2])"
   std::string str() const;
 };

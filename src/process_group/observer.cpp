@@ -1,5 +1,6 @@
 #include "process_group/observer.h"
 
+#include <atomic>
 #include <utility>
 
 namespace fsdp::detail {
@@ -7,6 +8,7 @@ namespace fsdp::detail {
 namespace {
 
 thread_local CollectiveObserver* innermost = nullptr;
+std::atomic<uint64_t> num_observed{0};
 thread_local const std::string* label = nullptr;
 const std::string no_label;
 
@@ -22,9 +24,26 @@ CollectiveObserver::~CollectiveObserver() {
   *at = outer_;
 }
 
-void CollectiveObserver::notify(const CollectiveCall& call, const std::string& group) {
+uint64_t CollectiveObserver::notify(const CollectiveCall& call, const std::string& group) {
+  if (!innermost) {
+    return 0;
+  }
+  const ObservedCollective started{++num_observed, call, group, CollectiveLabel::current()};
   for (auto* observer = innermost; observer; observer = observer->outer_) {
-    observer->on_collective(call, group, CollectiveLabel::current());
+    observer->on_collective(started);
+  }
+  return started.id;
+}
+
+CollectiveWait::CollectiveWait(uint64_t id) : id_(id) {
+  for (auto* observer = innermost; observer; observer = observer->outer_) {
+    observer->on_wait_begin(id_);
+  }
+}
+
+CollectiveWait::~CollectiveWait() {
+  for (auto* observer = innermost; observer; observer = observer->outer_) {
+    observer->on_wait_end(id_);
   }
 }
 

@@ -28,7 +28,8 @@ struct WorkState {
   std::exception_ptr failure;
   std::shared_ptr<GroupState> group;
   CollectiveKind kind = CollectiveKind::Barrier;
-  std::string module; // that it was started for, or ""
+  std::string module;    // that it was started for, or ""
+  uint64_t observed = 0; // as observers know it
 };
 
 namespace {
@@ -93,6 +94,7 @@ void Work::wait() {
     return;
   }
   try {
+    const detail::CollectiveWait waiting(state.observed);
     detail::guarded(
         *state.group, state.kind, state.module, /*diagnose=*/true, [&] { state.work->wait(); });
   } catch (...) {
@@ -150,7 +152,7 @@ Work ProcessGroup::issue(detail::CollectiveCall call) const {
   detail::check_call(call, backend.getRank(), backend.getSize());
   auto state = std::make_shared<detail::WorkState>();
   state->module = detail::CollectiveLabel::current();
-  detail::CollectiveObserver::notify(call, state_->name);
+  state->observed = detail::CollectiveObserver::notify(call, state_->name);
   const auto op = call.op.kind();
   detail::guarded(*state_, call.kind, state->module, /*diagnose=*/true, [&] {
     detail::check_agreement(*state_, call);

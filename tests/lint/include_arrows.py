@@ -66,6 +66,7 @@ PUBLIC = {
     "state_dict.h": "checkpoint",
     "tensor_parallel.h": "parallel",
     "tie_weights.h": "module",
+    "trace.h": "group",
     "tree.h": "module",
     "version.h": "base",
 }

@@ -1,4 +1,4 @@
-#include "checkpoint/exchange.h"
+#include "process_group/exchange.h"
 
 #include <ATen/ATen.h>
 
