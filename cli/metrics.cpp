@@ -37,7 +37,9 @@ std::string lines_to_keep(
     if (json.is_object() && json.value("step", int64_t{0}) >= 1 &&
         json.value("step", int64_t{0}) <= steps) {
       kept += line + "\n";
-      losses.push_back(json["loss"].is_number() ? json["loss"].get<double>() : std::nan(""));
+      if (json.contains("loss")) {
+        losses.push_back(json["loss"].is_number() ? json["loss"].get<double>() : std::nan(""));
+      }
     }
   }
   return kept;
@@ -70,6 +72,13 @@ Json to_json(const StepRecord& record) {
   return json;
 }
 
+Json to_json(const Validation& validation) {
+  return {
+      {"step", validation.step},
+      {"validation_loss", number(validation.loss)},
+      {"byte_frequency_loss", validation.byte_frequency_loss}};
+}
+
 MetricsFile::MetricsFile(const std::filesystem::path& path, int64_t steps) : path_(path) {
   const auto kept = lines_to_keep(path, steps, losses_);
   write_file(path, kept);
@@ -77,8 +86,8 @@ MetricsFile::MetricsFile(const std::filesystem::path& path, int64_t steps) : pat
   check();
 }
 
-void MetricsFile::add(const StepRecord& record) {
-  file_ << to_json(record).dump() << std::endl; // whoever looks sees it at once
+void MetricsFile::add(const Json& line) {
+  file_ << line.dump() << std::endl; // whoever looks sees it at once
   check();
 }
 

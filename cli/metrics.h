@@ -27,16 +27,24 @@ struct StepRecord {
   MemoryStats memory;              // of rank 0
 };
 
-nlohmann::ordered_json to_json(const StepRecord& record);
+/// The loss on the held-out text, after so many steps.
+struct Validation {
+  int64_t step = 0;
+  double loss = 0;
+  double byte_frequency_loss = 0; // what the frequencies of bytes alone would give
+};
 
-/// A file with one object per step. Throws CheckpointError when it cannot be
+nlohmann::ordered_json to_json(const StepRecord& record);
+nlohmann::ordered_json to_json(const Validation& validation);
+
+/// A file with one object per step or validation. Throws CheckpointError when it cannot be
 /// written.
 class MetricsFile {
  public:
   /// Keeps the first `steps` of a run that goes on; those behind were not saved.
   MetricsFile(const std::filesystem::path& path, int64_t steps);
 
-  void add(const StepRecord& record);
+  void add(const nlohmann::ordered_json& line);
 
   /// Of the steps that were kept.
   const std::vector<double>& earlier_losses() const {

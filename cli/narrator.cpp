@@ -5,6 +5,7 @@
 #include <iostream>
 
 #include "cli/curve.h"
+#include "cli/report.h"
 
 namespace fsdp::cli {
 
@@ -25,19 +26,6 @@ Json traffic_json(const Plan& plan) {
   auto json = Json::array();
   for (const auto& kind : plan.traffic) {
     json.push_back({{"op", kind.op}, {"count", kind.count}, {"bytes", kind.bytes}});
-  }
-  return json;
-}
-
-Json groups_json(const Plan& plan) {
-  auto json = Json::array();
-  for (const auto& group : plan.groups) {
-    json.push_back(
-        {{"name", group.name},
-         {"numel", group.numel},
-         {"shard_bytes", group.shard_bytes},
-         {"gathered_bytes", group.gathered_bytes},
-         {"padding_bytes", group.padding_bytes}});
   }
   return json;
 }
@@ -144,6 +132,19 @@ void Narrator::step(const StepRecord& record) {
   }
 }
 
+void Narrator::validation(const Validation& validation) {
+  if (to_people()) {
+    screen_.labelled(
+        "validated", c10::str("loss ", fixed(validation.loss, 4), " after step ", validation.step));
+  }
+  if (to_programs()) {
+    Json json;
+    json["event"] = "validation";
+    json.update(to_json(validation));
+    print(json);
+  }
+}
+
 void Narrator::stopped(const std::string& signal, int64_t step) {
   if (to_people()) {
     screen_.labelled("stopped", c10::str("by ", signal, " after step ", step));
@@ -170,19 +171,20 @@ void Narrator::result(const RunResult& result) {
   if (to_programs()) {
     print(
         {{"event", "result"},
-         {"steps", result.steps},
+         {"steps", result.validation.step},
          {"first_loss", result.first_loss},
          {"loss", result.last_loss},
-         {"validation_loss", result.validation_loss},
-         {"byte_frequency_loss", result.byte_frequency_loss},
+         {"validation_loss", result.validation.loss},
+         {"byte_frequency_loss", result.validation.byte_frequency_loss},
          {"seconds", result.seconds}});
   } else if (speaks_) { // --quiet too
     screen_.labelled(
         "result", c10::str(
                       "loss ", fixed(result.first_loss, 4), " -> ", fixed(result.last_loss, 4),
                       " (last ", plural(result.num_last, "step"), "), validation loss ",
-                      fixed(result.validation_loss, 4), " (byte frequencies alone: ",
-                      fixed(result.byte_frequency_loss, 4), "), ", fixed(result.seconds, 1), " s"));
+                      fixed(result.validation.loss, 4),
+                      " (byte frequencies alone: ", fixed(result.validation.byte_frequency_loss, 4),
+                      "), ", fixed(result.seconds, 1), " s"));
   }
 }
 
@@ -204,7 +206,8 @@ void Narrator::saved(const std::string& run, const std::string& checkpoint, int6
   if (to_people()) {
     screen_.labelled(
         "saved", c10::str(checkpoint, "; ", is_done ? "to train on: " : "to go on: ", command));
-    screen_.labelled("files", run + ": config.json, metrics.jsonl, checkpoints");
+    screen_.labelled(
+        "report", run + "/" + kReportFile + "; timeline: " + kTraceFile + " beside it");
   }
   if (to_programs()) {
     print({{"event", "saved"}, {"run", run}, {"checkpoint", checkpoint}, {"resume", command}});

@@ -17,12 +17,10 @@ namespace fsdp::cli {
 
 /// How a run ended.
 struct RunResult {
-  int64_t steps = 0;
   double first_loss = 0;
   double last_loss = 0; // the mean of the last `num_last`
   int64_t num_last = 0;
-  double validation_loss = 0;
-  double byte_frequency_loss = 0;
+  Validation validation;
   double seconds = 0;
 };
 
@@ -40,6 +38,7 @@ class Narrator {
   void begin(int64_t steps_before);
 
   void step(const StepRecord& record);
+  void validation(const Validation& validation);
 
   void stopped(const std::string& signal, int64_t step);
   void curve(const std::vector<double>& losses);

@@ -68,6 +68,9 @@ void add_training_options(CLI::App& command, TrainOptions& options) {
       ->group("Training");
   add("--clip", config.clip, "Highest norm of the gradients; 0: any");
   add("--accumulate", config.accumulate, "Parts that a rank cuts its rows into");
+  command
+      .add_option("--validate-every", options.validate_every, "Updates between validations [none]")
+      ->group("Training");
 }
 
 void add_rank_options(CLI::App& command, TrainOptions& options) {
@@ -188,6 +191,9 @@ MeshShape resolve_mesh(
 void check_together(const TrainOptions& options) {
   check_config(
       options.save_every >= 0, "--save-every ", options.save_every, ": it must be 0 or more");
+  check_config(
+      options.validate_every >= 0, "--validate-every ", options.validate_every,
+      ": it must be 0 or more");
   check_config(options.keep.keep >= 1, "--keep ", options.keep.keep, ": it must be 1 or more");
   check_config(
       options.keep.keep_every >= 0, "--keep-every ", options.keep.keep_every,
@@ -236,6 +242,7 @@ nlohmann::ordered_json resolved(const TrainOptions& options) {
   json["reshard-after-forward"] = options.reshard;
   json["device"] = config.device;
   json["save-every"] = options.save_every;
+  json["validate-every"] = options.validate_every;
   json["keep"] = options.keep.keep;
   json["keep-every"] = options.keep.keep_every;
   return json;

@@ -28,7 +28,8 @@ struct TrainOptions {
   std::string run; // the folder; empty: runs/<date and time>
   std::string resume;
   bool no_save = false;
-  int64_t save_every = 0; // 0: at the end alone
+  int64_t save_every = 0;     // 0: at the end alone
+  int64_t validate_every = 0; // the same
   CheckpointSeriesOptions keep;
   std::set<std::string> given; // by the command line, or by --config
 

@@ -148,4 +148,17 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh) {
   return plan;
 }
 
+nlohmann::ordered_json groups_json(const Plan& plan) {
+  auto json = nlohmann::ordered_json::array();
+  for (const auto& group : plan.groups) {
+    json.push_back(
+        {{"name", group.name},
+         {"numel", group.numel},
+         {"shard_bytes", group.shard_bytes},
+         {"gathered_bytes", group.gathered_bytes},
+         {"padding_bytes", group.padding_bytes}});
+  }
+  return json;
+}
+
 } // namespace fsdp::cli

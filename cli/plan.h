@@ -1,5 +1,7 @@
 #pragma once
 
+#include <nlohmann/json.hpp>
+
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -44,5 +46,7 @@ struct Plan {
 };
 
 Plan make_plan(const TrainConfig& config, const MeshShape& mesh);
+/// As groups.json has them.
+nlohmann::ordered_json groups_json(const Plan& plan);
 
 } // namespace fsdp::cli

@@ -9,6 +9,7 @@
 #include <fsdp/distributed.h>
 
 #include "cli/check.h"
+#include "cli/report.h"
 
 namespace fsdp::cli {
 
@@ -56,7 +57,9 @@ void make_folders(const std::string& path) {
 
 } // namespace
 
-RunFolder::RunFolder(const TrainOptions& options, int64_t before) : options_(options) {
+RunFolder::RunFolder(
+    const TrainOptions& options, const Plan& plan, c10::Device device, int64_t before)
+    : options_(options) {
   if (!options.saves()) {
     return;
   }
@@ -66,8 +69,10 @@ RunFolder::RunFolder(const TrainOptions& options, int64_t before) : options_(opt
   if (get_rank() == 0) {
     try {
       make_folders(path_);
-      write_file(path_ + "/config.json", resolved(options).dump(2) + "\n");
-      metrics_.emplace(path_ + "/metrics.jsonl", before);
+      const std::filesystem::path folder = path_;
+      write_file(folder / kConfigFile, resolved(options).dump(2) + "\n");
+      write_file(folder / kGroupsFile, groups_json(plan).dump(1) + "\n");
+      metrics_.emplace(folder / kMetricsFile, before);
     } catch (const CheckpointError& error) {
       failure = error.what_without_backtrace();
     }
@@ -77,11 +82,24 @@ RunFolder::RunFolder(const TrainOptions& options, int64_t before) : options_(opt
   if (!failure.empty()) {
     throw CheckpointError({__func__, __FILE__, __LINE__}, failure);
   }
+  trace_.emplace(path_, before, options.identity.config.steps, device);
+}
+
+void RunFolder::before_step(int64_t step) {
+  if (trace_) {
+    trace_->begin_step(step + 1);
+  }
 }
 
 void RunFolder::add(const StepRecord& record) {
   if (metrics_) {
-    metrics_->add(record);
+    metrics_->add(to_json(record));
+  }
+}
+
+void RunFolder::add(const Validation& validation) {
+  if (metrics_) {
+    metrics_->add(to_json(validation));
   }
 }
 
@@ -93,8 +111,17 @@ void RunFolder::after_step(Trainer& trainer, const RunState& run) {
 }
 
 void RunFolder::at_end(Trainer& trainer, const RunState& run) {
+  if (trace_) {
+    trace_->end();
+  }
   if (series_) {
     series_->save(run.step, make_run_state_dict(trainer, run, options_.identity));
+  }
+}
+
+void RunFolder::report() {
+  if (metrics_) {
+    write_report(path_);
   }
 }
 

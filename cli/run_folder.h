@@ -6,22 +6,29 @@
 
 #include "cli/metrics.h"
 #include "cli/options.h"
+#include "cli/plan.h"
+#include "cli/step_trace.h"
 #include "cli/trainer.h"
 
 namespace fsdp::cli {
 
-/// What a run leaves on disk: config.json, metrics.jsonl and checkpoints; nothing
-/// with --no-save. Its calls are collective; rank 0 writes what is written once.
+/// What a run leaves on disk, as docs/run_folder.md has it; nothing with --no-save. Its calls are
+/// collective; rank 0 writes what is written once.
 class RunFolder {
  public:
   /// `before` steps are behind a run that goes on.
-  RunFolder(const TrainOptions& options, int64_t before);
+  RunFolder(const TrainOptions& options, const Plan& plan, c10::Device device, int64_t before);
 
+  /// Before each update; `step` of them are behind.
+  void before_step(int64_t step);
   void add(const StepRecord& record);
+  void add(const Validation& validation);
   /// After each update, beside the next ones.
   void after_step(Trainer& trainer, const RunState& run);
-  /// When the run ends: it lies there when this returns.
+  /// After the last one: the checkpoint lies there when this returns.
   void at_end(Trainer& trainer, const RunState& run);
+  /// The page of all this. Not collective: rank 0 writes it.
+  void report();
 
   bool exists() const {
     return series_.has_value();
@@ -39,6 +46,7 @@ class RunFolder {
   std::string path_;
   std::optional<CheckpointSeries> series_;
   std::optional<MetricsFile> metrics_; // of rank 0
+  std::optional<StepTrace> trace_;
 };
 
 } // namespace fsdp::cli

@@ -12,6 +12,7 @@
 
 #include <fsdp/distributed.h>
 #include <fsdp/launch.h>
+#include <fsdp/trace.h>
 
 #include "cli/check.h"
 #include "cli/command.h"
@@ -47,7 +48,11 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 }
 
 StepRecord make_record(
-    const StepResult& result, int64_t done, double seconds, const TrainConfig& config) {
+    const StepResult& result,
+    int64_t done,
+    double seconds,
+    double exposed_s,
+    const TrainConfig& config) {
   const auto tokens = config.batch * config.context;
   return {
       .step = done,
@@ -58,30 +63,48 @@ StepRecord make_record(
       .tokens = done * tokens,
       .seconds = seconds,
       .tokens_per_s = static_cast<double>(tokens) / seconds,
-      .exposed_s = {},
+      .exposed_s = exposed_s,
       .memory = result.memory};
+}
+
+Validation validate(Trainer& trainer, int64_t step) {
+  return {
+      .step = step,
+      .loss = trainer.validation_loss(),
+      .byte_frequency_loss = trainer.corpus().byte_frequency_loss()};
 }
 
 /// Steps until the run is done; or a signal came to any rank, and this is it.
 int train_steps(
-    const TrainConfig& config,
+    const TrainOptions& options,
     Trainer& trainer,
     RunState& run,
     RunFolder& folder,
     Narrator& narrator,
     std::vector<double>& losses) {
+  const auto& config = options.identity.config;
+  WaitTimer waited;
   while (run.step < config.steps) {
+    folder.before_step(run.step);
     const auto start = std::chrono::steady_clock::now();
+    waited.reset();
     const auto result = trainer.step(run.step, StopSignals::asked());
     run.add(result.loss);
     losses.push_back(result.loss);
-    const auto record = make_record(result, run.step, seconds_since(start), config);
+    const auto record =
+        make_record(result, run.step, seconds_since(start), waited.seconds(), config);
     folder.add(record);
     narrator.step(record);
     if (result.asked != 0) {
       return result.asked;
     }
     folder.after_step(trainer, run);
+    const auto every = options.validate_every;
+    if (every > 0 && run.step % every == 0 && run.step < config.steps) {
+      const auto validation = validate(trainer, run.step);
+      folder.add(validation);
+      narrator.validation(validation);
+    }
   }
   return 0;
 }
@@ -95,36 +118,37 @@ int train_rank(
   if (saved) {
     load_run(*saved, trainer, run);
   }
-  RunFolder folder(options, run.step);
+  const auto plan = make_plan(config, *config.mesh);
+  RunFolder folder(options, plan, trainer.device(), run.step);
   Narrator narrator(options, /*speaks=*/get_rank() == 0);
-  narrator.plan(
-      make_plan(config, *config.mesh), trainer.shard_bytes(), default_group().backend_name());
+  narrator.plan(plan, trainer.shard_bytes(), default_group().backend_name());
   narrator.text(corpus);
   if (saved) {
     narrator.resumed(*saved);
   }
   narrator.begin(run.step);
   auto losses = folder.earlier_losses();
-  const int signal = train_steps(config, trainer, run, folder, narrator, losses);
+  const int signal = train_steps(options, trainer, run, folder, narrator, losses);
   const auto seconds = narrator.seconds();
   folder.at_end(trainer, run);
   if (signal != 0) { // whoever asked does not want to wait for more
     narrator.stopped(signal == SIGINT ? "SIGINT" : "SIGTERM", run.step);
   } else {
+    const auto validation = validate(trainer, run.step);
+    folder.add(validation);
     narrator.curve(losses);
     narrator.result(
-        {.steps = run.step,
-         .first_loss = run.first_loss,
+        {.first_loss = run.first_loss,
          .last_loss = run.mean_of_last(),
          .num_last = run.num_last(),
-         .validation_loss = trainer.validation_loss(),
-         .byte_frequency_loss = corpus.byte_frequency_loss(),
+         .validation = validation,
          .seconds = seconds});
     if (narrator.wants_sample()) { // generating is collective
       const auto prompt = corpus.prompt();
       narrator.sample(prompt, trainer.generate(prompt, kSampleBytes));
     }
   }
+  folder.report();
   if (folder.exists()) {
     narrator.saved(folder.path(), folder.latest(), run.step);
   }

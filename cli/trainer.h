@@ -59,6 +59,12 @@ class Trainer {
   /// Takes what `state_dict` gave, and load has filled.
   void set_state_dict(const StateDict& state);
 
+  const Corpus& corpus() const {
+    return corpus_;
+  }
+  c10::Device device() const {
+    return device_;
+  }
   int64_t num_params() const {
     return num_params_;
   }

@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "base/text.h"
-#include "checkpoint/exchange.h"
+#include "process_group/exchange.h"
 #include "checkpoint/from_rank_0.h"
 #include "module/module_tree.h"
 #include "param/param_placement.h"

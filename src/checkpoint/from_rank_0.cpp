@@ -6,7 +6,7 @@
 #include <bit>
 #include <utility>
 
-#include "checkpoint/exchange.h"
+#include "process_group/exchange.h"
 
 namespace fsdp::detail {
 
