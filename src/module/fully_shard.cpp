@@ -19,7 +19,7 @@ using detail::FSDPParam;
 using detail::FSDPParamGroup;
 using detail::FSDPState;
 
-int ReshardAfterForward::ranks(int size) const {
+FSDP_API int ReshardAfterForward::ranks(int size) const {
   if (kind_ != Kind::Ranks) {
     return kind_ == Kind::No ? 0 : size;
   }

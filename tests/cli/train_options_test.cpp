@@ -212,7 +212,7 @@ TEST(TrainSignals, ASecondOneQuitsAtOnce) {
 }
 
 TEST(TrainSignals, NanStopsEveryRankWithANameAndACodeOfItsOwn) {
-  for (const std::string launcher : {"", " run -n 2 -- " + kTool}) {
+  for (const auto& launcher : {std::string(), " run -n 2 -- " + kTool}) {
     const auto ended =
         run_script(kTool + launcher + joined(tiny(text_file(), {"--lr", "1e30", "--clip", "0"})));
     EXPECT_EQ(ended.exit_code, 5) << ended.output;
