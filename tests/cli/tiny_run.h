@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <nlohmann/json.hpp>
+
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
@@ -76,6 +78,20 @@ inline void expect_equal_losses(const std::string& output, const std::string& ot
   for (size_t i = 0; i < losses.size(); ++i) {
     EXPECT_NEAR(losses[i], others[i], 2e-4) << "step " << i + 1;
   }
+}
+
+/// The lines with `key` of a run's metrics: "loss" of steps, "validation_loss".
+inline std::vector<nlohmann::json> metrics_of(
+    const std::string& run_folder, const std::string& key = "loss") {
+  std::vector<nlohmann::json> lines;
+  std::ifstream file(run_folder + "/metrics.jsonl");
+  for (std::string line; std::getline(file, line);) {
+    auto json = nlohmann::json::parse(line);
+    if (json.contains(key)) {
+      lines.push_back(std::move(json));
+    }
+  }
+  return lines;
 }
 
 } // namespace fsdp::test

@@ -1,0 +1,104 @@
+// What a run of `fsdp train` leaves on disk, on meshes and under a launcher.
+#include <set>
+
+#include "cli/tiny_run.h"
+
+namespace fsdp::test {
+namespace {
+
+using Json = nlohmann::json;
+
+Json json_of(const std::string& path) {
+  return Json::parse(std::ifstream(path));
+}
+
+Ended train_in(const std::string& folder, std::vector<std::string> more) {
+  static const auto data = text_file();
+  more.insert(more.begin(), {"--run", folder, "--steps", "8", "--quiet"});
+  const auto ended = run(tiny_options(data, more));
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  return ended;
+}
+
+void expect_same_losses(const std::string& folder, const std::string& other) {
+  const auto losses = metrics_of(folder);
+  const auto others = metrics_of(other);
+  ASSERT_EQ(losses.size(), 8u);
+  ASSERT_EQ(others.size(), 8u);
+  for (size_t i = 0; i < losses.size(); ++i) {
+    EXPECT_NEAR(losses[i]["loss"], others[i]["loss"], 1e-4) << other << ", step " << i + 1;
+  }
+}
+
+TEST(TrainFolder, HoldsConfigGroupsMetricsTimelineAndReport) {
+  const auto folder = temporary_folder() + "/run";
+  train_in(folder, {"--mesh", "dp=2,shard=2", "--validate-every", "4"});
+  EXPECT_EQ(json_of(folder + "/config.json")["mesh"], "dp=2,shard=2");
+  EXPECT_EQ(json_of(folder + "/groups.json").size(), 3u);
+
+  const auto validations = metrics_of(folder, "validation_loss");
+  ASSERT_EQ(validations.size(), 2u);
+  EXPECT_EQ(validations[0]["step"], 4);
+  EXPECT_LT(validations[1]["validation_loss"], validations[0]["validation_loss"]);
+  for (const auto& step : metrics_of(folder)) {
+    EXPECT_GT(step["exposed_s"], 0);
+    EXPECT_LT(step["exposed_s"], step["seconds"]);
+  }
+
+  std::map<std::string, std::set<int>> ranks; // by category
+  const auto trace = json_of(folder + "/trace.json");
+  for (const auto& event : trace["traceEvents"]) {
+    ranks[event.value("cat", event.value("ph", ""))].insert(event["pid"].get<int>());
+  }
+  for (const auto* category :
+       {"step", "forward", "backward", "optimizer", "all_gather", "reduce_scatter", "all_reduce",
+        "waiting", "C"}) {
+    EXPECT_EQ(ranks[category].size(), 4u) << category;
+  }
+  const auto looked = run_commands(
+      {{{FSDP_TEST_PYTHON, FSDP_TEST_DIR "/cli/report_page.py", folder + "/report.html"},
+        kClean}})[0];
+  EXPECT_TRUE(looked.exit_code == 0 || looked.exit_code == 77) << looked.output; // 77: no Chromium
+}
+
+TEST(TrainFolder, MeshesAndProcessesGiveTheLossesOfOneRank) {
+  const auto folder = temporary_folder();
+  train_in(folder + "/one", {"--ranks", "1"});
+  for (const std::vector<std::string>& mesh :
+       {std::vector<std::string>{"--ranks", "2"},
+        {"--ranks", "4"},
+        {"--ranks", "8"},
+        {"--mesh", "dp=2,shard=2"},
+        {"--mesh", "dp=2,shard=2,tp=2"}}) {
+    const auto other = folder + "/" + mesh[1];
+    train_in(other, mesh);
+    expect_same_losses(folder + "/one", other);
+  }
+  for (const std::string mesh : {"shard=2", "dp=2,shard=2", "shard=2,tp=2"}) {
+    const auto other = folder + "/gloo-" + mesh;
+    const auto words = joined(
+        tiny_options(text_file(), {"--run", other, "--steps", "8", "--quiet", "--mesh", mesh}));
+    const auto ranks = mesh == "shard=2" ? "2" : "4";
+    const auto ended = run_script(kTool + " run -n " + ranks + " -- " + kTool + words);
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+    expect_same_losses(folder + "/one", other);
+  }
+}
+
+TEST(TrainFolder, ARunThatGoesOnKeepsItsMetricsAndReport) {
+  const auto folder = temporary_folder() + "/run";
+  train_in(folder, {"--ranks", "2"});
+  const auto ended = run(
+      {"train", "--resume", folder, "--steps", "12", "--quiet", "--ranks", "3", "--batch", "12"});
+  EXPECT_NE(ended.exit_code, 0); // another batch is another run
+  ASSERT_EQ(run({"train", "--resume", folder, "--steps", "12", "--quiet"}).exit_code, 0);
+  const auto steps = metrics_of(folder);
+  ASSERT_EQ(steps.size(), 12u);
+  for (size_t i = 0; i < steps.size(); ++i) {
+    EXPECT_EQ(steps[i]["step"], i + 1);
+  }
+  EXPECT_EQ(metrics_of(folder, "validation_loss").size(), 2u);
+}
+
+} // namespace
+} // namespace fsdp::test
