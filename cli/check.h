@@ -11,8 +11,7 @@ class NonFiniteError : public c10::Error {
   using Error::Error;
 };
 
-// Exit codes by kind of error; CLI11 uses 100 and up for words it cannot parse,
-// and a signal gives 128 + its number.
+// Exit codes by kind of error; a signal gives 128 + its number.
 inline constexpr int kFailed = 1;
 inline constexpr int kBadConfig = 2;
 inline constexpr int kCommunication = 3;

@@ -15,7 +15,7 @@
 
 #include "cli/check.h"
 #include "cli/command.h"
-#include "cli/progress.h"
+#include "cli/train/progress.h"
 
 namespace fsdp::cli {
 

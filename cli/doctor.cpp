@@ -21,8 +21,8 @@
 
 #include "cli/check.h"
 #include "cli/command.h"
-#include "cli/corpus.h"
-#include "cli/progress.h"
+#include "cli/train/corpus.h"
+#include "cli/train/progress.h"
 
 namespace fsdp::cli {
 

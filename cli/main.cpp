@@ -11,7 +11,7 @@
 
 #include "cli/check.h"
 #include "cli/command.h"
-#include "cli/config_file.h"
+#include "cli/config/config_file.h"
 #include "cli/nearest.h"
 
 #define FSDP_TEXT(x) #x
@@ -121,7 +121,7 @@ int main(int argc, char** argv) {
     }
     return action();
   } catch (const CLI::ParseError& error) {
-    return app.exit(error);
+    return app.exit(error) == 0 ? 0 : fsdp::cli::kBadConfig; // 0: --help, --version
   } catch (const fsdp::ConfigError& error) {
     return complain(error.what_without_backtrace(), fsdp::cli::kBadConfig);
   } catch (const fsdp::CommError& error) {

@@ -2,6 +2,7 @@
 #include <set>
 
 #include "cli/tiny_run.h"
+#include "support/tensors.h"
 
 namespace fsdp::test {
 namespace {
@@ -98,6 +99,20 @@ TEST(TrainFolder, ARunThatGoesOnKeepsItsMetricsAndReport) {
     EXPECT_EQ(steps[i]["step"], i + 1);
   }
   EXPECT_EQ(metrics_of(folder, "validation_loss").size(), 2u);
+}
+
+TEST(TrainFolder, ADiskThatGetsFullEndsTheRunAndCostsNoCheckpoint) {
+  const auto folder = temporary_folder() + "/run";
+  train_in(folder, {"--ranks", "2"});
+  // Files that may not grow: the metrics are short, a checkpoint is not.
+  const auto full = run_script(
+      "trap '' XFSZ; ulimit -f 64; " + kTool + " train --resume " + folder +
+      " --steps 12 --save-every 2");
+  EXPECT_EQ(full.exit_code, 4) << full.output;
+  EXPECT_TRUE(contains(full.output, ".safetensors cannot be written: File too large"));
+  const auto freed = run({"train", "--resume", folder, "--steps", "12", "--quiet"});
+  EXPECT_EQ(freed.exit_code, 0) << freed.output;
+  EXPECT_EQ(metrics_of(folder).size(), 12u);
 }
 
 } // namespace

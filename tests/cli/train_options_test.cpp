@@ -5,13 +5,13 @@
 #include <cmath>
 #include <utility>
 
-#include "cli/config_file.h"
-#include "cli/curve.h"
-#include "cli/mesh_option.h"
+#include "cli/config/config_file.h"
+#include "cli/config/mesh_option.h"
+#include "cli/config/presets.h"
 #include "cli/nearest.h"
-#include "cli/plan.h"
-#include "cli/presets.h"
 #include "cli/tiny_run.h"
+#include "cli/train/curve.h"
+#include "cli/train/plan.h"
 #include "support/tensors.h"
 
 namespace fsdp::test {

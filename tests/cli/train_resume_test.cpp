@@ -3,8 +3,8 @@
 #include <fsdp/distributed.h>
 #include <fsdp/error.h>
 
-#include "cli/run_checkpoint.h"
 #include "cli/tiny_run.h"
+#include "cli/train/run_checkpoint.h"
 #include "support/tensors.h"
 
 namespace fsdp::test {

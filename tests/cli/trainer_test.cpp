@@ -1,5 +1,5 @@
 // What `fsdp train` is made of: text, model, loop.
-#include "cli/trainer.h"
+#include "cli/train/trainer.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <sys/stat.h>
@@ -17,8 +17,8 @@
 #include <mutex>
 
 #include "cli/check.h"
-#include "cli/plan.h"
-#include "cli/progress.h"
+#include "cli/train/plan.h"
+#include "cli/train/progress.h"
 #include "support/processes.h"
 #include "support/tensors.h"
 

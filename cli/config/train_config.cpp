@@ -1,0 +1,117 @@
+#include "cli/config/train_config.h"
+
+#include <charconv>
+#include <cmath>
+
+#include "cli/check.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+void at_least(const char* option, int64_t value, int64_t least) {
+  check_config(value >= least, option, " ", value, ": it must be ", least, " or more");
+}
+
+void check_model(const ModelDims& dims) {
+  at_least("--vocab", dims.vocab, 256); // bytes
+  at_least("--layers", dims.layers, 1);
+  at_least("--heads", dims.heads, 1);
+  at_least("--kv-heads", dims.kv_heads, 1);
+  at_least("--hidden", dims.hidden, 1);
+  at_least("--dim", dims.dim, 2);
+  check_config(
+      dims.dim % (2 * dims.heads) == 0, "--dim ", dims.dim, " does not make ", dims.heads,
+      " heads of an even size; take for example --dim ",
+      (dims.dim / (2 * dims.heads) + 1) * 2 * dims.heads);
+  check_config(
+      dims.heads % dims.kv_heads == 0, "--kv-heads ", dims.kv_heads, ": --heads ", dims.heads,
+      " cannot be shared evenly by them; take a divisor of it");
+  check_config(dims.rotary_base > 1, "--rotary-base ", dims.rotary_base, ": it must be above 1");
+  check_config(dims.norm_eps > 0, "--norm-eps ", dims.norm_eps, ": it must be above 0");
+}
+
+void check_tensor_axis(const ModelDims& dims, int64_t ranks) {
+  const auto divides = [&](const char* option, int64_t size) {
+    check_config(
+        size % ranks == 0, "--mesh tp=", ranks, ": ", option, " ", size,
+        " cannot be divided by it; take a divisor, or another ", option);
+  };
+  divides("--heads", dims.heads);
+  divides("--kv-heads", dims.kv_heads);
+  divides("--hidden", dims.hidden);
+  divides("--vocab", dims.vocab);
+}
+
+void check_optimizer(const TrainConfig& config) {
+  const auto is_beta = [](double beta) { return beta >= 0 && beta < 1; };
+  check_config(
+      is_beta(config.beta1) && is_beta(config.beta2), "--betas ", config.beta1, ",", config.beta2,
+      ": both must be 0 or more and below 1");
+  check_config(
+      config.weight_decay >= 0, "--weight-decay ", config.weight_decay, ": it must be 0 or more");
+  check_config(config.clip >= 0, "--clip ", config.clip, ": it must be 0 (off) or more");
+}
+
+} // namespace
+
+c10::ScalarType dtype_of(const std::string& name) {
+  return name == "bf16" ? c10::kBFloat16 : name == "fp16" ? c10::kHalf : c10::kFloat;
+}
+
+MixedPrecisionPolicy TrainConfig::precision() const {
+  MixedPrecisionPolicy policy;
+  if (param_dtype != "fp32") {
+    policy.param_dtype = dtype_of(param_dtype);
+  }
+  if (!reduce_dtype.empty()) {
+    policy.reduce_dtype = dtype_of(reduce_dtype);
+  }
+  return policy;
+}
+
+ReshardAfterForward parse_reshard(const std::string& text, int64_t shard_ranks) {
+  if (text == "auto") {
+    return {};
+  }
+  if (text == "true" || text == "false") {
+    return text == "true";
+  }
+  int64_t ranks = 0;
+  const auto end = text.data() + text.size();
+  const auto [stopped, error] = std::from_chars(text.data(), end, ranks);
+  check_config(
+      error == std::errc() && stopped == end && ranks >= 1, "--reshard-after-forward ", text,
+      ": it must be auto, true, false or a number of ranks");
+  check_config(
+      shard_ranks % ranks == 0, "--reshard-after-forward ", ranks, ": the ", shard_ranks,
+      " ranks that share the parameters cannot be divided by it; take a divisor");
+  return static_cast<int>(ranks);
+}
+
+void check(const TrainConfig& config, const MeshShape& mesh) {
+  at_least("--steps", config.steps, 1);
+  at_least("--ranks", mesh.ranks(), 1);
+  at_least("--seed", config.seed, 0);
+  at_least("--batch", config.batch, 1);
+  at_least("--context", config.context, 1);
+  at_least("--accumulate", config.accumulate, 1);
+  check_model(config.model);
+  check_tensor_axis(config.model, mesh.tensor);
+  check_optimizer(config);
+  check(config.schedule, config.steps);
+  const auto shares = mesh.data_ranks() * config.accumulate;
+  check_config(
+      config.batch % shares == 0, "--batch ", config.batch, " rows cannot be shared evenly by ",
+      mesh.data_ranks(), " ranks",
+      config.accumulate > 1 ? c10::str(" in ", config.accumulate, " parts each") : "", "; ",
+      config.batch < shares ? "take" : "take for example", " --batch ",
+      (config.batch + shares - 1) / shares * shares);
+}
+
+void check(const TrainConfig& config, int64_t ranks) {
+  at_least("--ranks", ranks, 1);
+  check(config, config.mesh.value_or(MeshShape{.shard = ranks}));
+}
+
+} // namespace fsdp::cli

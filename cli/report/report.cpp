@@ -1,0 +1,231 @@
+// `fsdp report`: one page with what a run has left in its folder.
+#include "cli/report/report.h"
+
+#include <nlohmann/json.hpp>
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <fsdp/version.h>
+
+#include "cli/check.h"
+#include "cli/report/report_page.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+using Json = nlohmann::json;
+namespace fs = std::filesystem;
+
+constexpr size_t kMostSteps = 20'000; // of the page; of more, every second, third, ...
+
+// By hand: one supported torch exports its own, broken parts of std::filesystem.
+bool is_there(const fs::path& path) {
+  struct stat info{};
+  return stat(path.c_str(), &info) == 0;
+}
+
+/// The last part of where a folder really lies.
+std::string name_of(const fs::path& folder) {
+  const std::unique_ptr<char, decltype(&std::free)> real(
+      realpath(folder.c_str(), nullptr), &std::free);
+  return real ? fs::path(real.get()).filename().string() : folder.string();
+}
+
+std::optional<std::string> read_text(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) {
+    check_config(!is_there(path), "cannot read ", path.string());
+    return {};
+  }
+  std::ostringstream text;
+  text << file.rdbuf();
+  check_config(file.good() || file.eof(), "cannot read ", path.string());
+  return std::move(text).str();
+}
+
+/// The file's value, or null where there is none.
+Json read_json(const fs::path& path) {
+  const auto text = read_text(path);
+  if (!text) {
+    return nullptr;
+  }
+  auto json = Json::parse(*text, nullptr, /*allow_exceptions=*/false);
+  check_config(!json.is_discarded(), path.string(), " is not JSON; remove or repair it");
+  return json;
+}
+
+/// The metrics in order of their steps. A resumed run repeats those after its
+/// checkpoint: the later ones count.
+Json read_metrics(const fs::path& path) {
+  const auto text = read_text(path);
+  check_config(
+      text.has_value(), path.parent_path().string(), " is not the folder of a run: it has no ",
+      kMetricsFile);
+  std::map<std::pair<int64_t, bool>, Json> lines; // by step, and whether of a validation
+  std::istringstream input(*text);
+  size_t number = 0;
+  for (std::string line; std::getline(input, line);) {
+    ++number;
+    if (line.find_first_not_of(" \t\r") == line.npos) {
+      continue;
+    }
+    auto json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (json.is_discarded() && input.peek() == EOF) {
+      break; // the run was killed while it wrote this
+    }
+    check_config(
+        json.is_object() && json.contains("step") && json["step"].is_number_integer(),
+        path.string(), " line ", number, " is not an object with a step");
+    const std::pair key{json["step"].get<int64_t>(), json.contains("validation_loss")};
+    lines.insert_or_assign(key, std::move(json));
+  }
+  const auto every = lines.size() / kMostSteps + 1;
+  auto result = Json::array();
+  size_t index = 0;
+  for (auto& [key, json] : lines) {
+    if (key.second || index++ % every == 0) {
+      result.push_back(std::move(json));
+    }
+  }
+  return result;
+}
+
+bool is_slice(const Json& event) {
+  return event.is_object() && event.value("ph", "") == "X" && event.contains("ts") &&
+         event.contains("dur");
+}
+
+double end_of(const Json& slice) {
+  return slice.at("ts").get<double>() + slice.at("dur").get<double>();
+}
+
+/// Of middle length among those of the first rank but the first, which prepares
+/// things; as the page chooses.
+std::optional<int64_t> choose_step(const std::vector<Json>& steps) {
+  const auto rank_of = [](const Json& step) { return step.at("pid").get<int64_t>(); };
+  const auto first = std::ranges::min_element(steps, {}, rank_of);
+  std::vector<std::pair<double, int64_t>> lengths;
+  for (const auto& step : steps) {
+    if (rank_of(step) == rank_of(*first)) {
+      lengths.emplace_back(step.at("dur").get<double>(), step.at("args").at("step").get<int64_t>());
+    }
+  }
+  if (lengths.size() > 2) {
+    lengths.erase(lengths.begin());
+  }
+  std::stable_sort(lengths.begin(), lengths.end(), [](const auto& a, const auto& b) {
+    return a.first < b.first;
+  });
+  return lengths.empty() ? std::nullopt : std::optional(lengths[(lengths.size() - 1) / 2].second);
+}
+
+/// The events of one step of a trace; null where there is none.
+Json events_of_one_step(const Json& trace) {
+  if (!trace.is_object() || !trace.contains("traceEvents")) {
+    return nullptr;
+  }
+  const auto& events = trace.at("traceEvents");
+  std::vector<Json> steps;
+  std::copy_if(events.begin(), events.end(), std::back_inserter(steps), [](const auto& event) {
+    return is_slice(event) && event.value("cat", "") == "step";
+  });
+  const auto chosen = choose_step(steps);
+  if (!chosen) {
+    return nullptr;
+  }
+  std::erase_if(steps, [&](const auto& step) { return step.at("args").at("step") != *chosen; });
+  double begin = steps[0].at("ts");
+  double end = end_of(steps[0]);
+  for (const auto& step : steps) {
+    begin = std::min(begin, step.at("ts").template get<double>());
+    end = std::max(end, end_of(step));
+  }
+  std::map<int64_t, Json> before; // by rank: the last count of memory
+  auto result = Json(std::move(steps));
+  for (const auto& event : events) {
+    if (is_slice(event) && event.value("cat", "") != "step") {
+      if (end_of(event) > begin && event.at("ts") < end) {
+        result.push_back(event);
+      }
+    } else if (event.value("ph", "") == "C" && event.at("ts") < end) {
+      if (event.at("ts") < begin) {
+        before[event.at("pid").get<int64_t>()] = event;
+      } else {
+        result.push_back(event);
+      }
+    }
+  }
+  for (auto& [rank, event] : before) {
+    result.push_back(std::move(event));
+  }
+  return result;
+}
+
+void replace(std::string& text, std::string_view mark, std::string_view value) {
+  const auto at = text.find(mark);
+  TORCH_INTERNAL_ASSERT(at != text.npos);
+  text.replace(at, mark.size(), value);
+}
+
+/// JSON that may stand inside a script element: no text in it can end that.
+std::string script_text(const Json& json) {
+  const auto text = json.dump(-1, ' ', false, Json::error_handler_t::replace);
+  std::string result;
+  for (const char c : text) {
+    if (c == '<') {
+      result += "\\u003c";
+    } else {
+      result += c;
+    }
+  }
+  return result;
+}
+
+} // namespace
+
+fs::path write_report(const fs::path& run) {
+  check_config(is_there(run), "there is no folder ", run.string());
+  auto metrics = read_metrics(run / kMetricsFile);
+  Json trace;
+  try {
+    trace = events_of_one_step(read_json(run / kTraceFile));
+  } catch (const Json::exception& error) {
+    refuse((run / kTraceFile).string(), " is not a trace of fsdp: ", error.what());
+  }
+  const Json data{
+      {"name", name_of(run)},
+      {"version", c10::str(FSDP_VERSION_MAJOR, ".", FSDP_VERSION_MINOR, ".", FSDP_VERSION_PATCH)},
+      {"config", read_json(run / kConfigFile)},
+      {"metrics", std::move(metrics)},
+      {"groups", read_json(run / kGroupsFile)},
+      {"trace", std::move(trace)}};
+  std::string page(kReportPage);
+  replace(page, "@REPORT_SCRIPT@", kReportScript);
+  replace(page, "@REPORT_DATA@", script_text(data));
+  const auto path = run / kReportFile;
+  const auto part = run / (std::string(kReportFile) + ".part");
+  std::ofstream file(part, std::ios::binary);
+  file << page << std::flush;
+  file.close();
+  // In one go: who opens the page meanwhile never sees half of it.
+  const bool written = file && std::rename(part.c_str(), path.c_str()) == 0;
+  check_config(written, "cannot write ", path.string(), "; is there space left?");
+  return path;
+}
+
+} // namespace fsdp::cli

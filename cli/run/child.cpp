@@ -1,0 +1,216 @@
+#include "cli/run/child.h"
+
+#include <fcntl.h>
+#include <limits.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/ioctl.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include <c10/util/Exception.h>
+
+extern char** environ;
+
+namespace fsdp::cli {
+
+namespace {
+
+constexpr size_t kKeptLines = 12;
+constexpr size_t kLongestLine = 64 << 10;
+constexpr int kChunk = 16 << 10;
+
+bool is_file(const std::string& path) {
+  struct stat info{};
+  return stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode);
+}
+
+/// The path that a shell would run.
+std::string find_program(const std::string& name) {
+  if (name.find('/') != std::string::npos) {
+    TORCH_CHECK_VALUE(
+        access(name.c_str(), X_OK) == 0, "cannot run ", name, ": ", std::strerror(errno));
+    TORCH_CHECK_VALUE(is_file(name), "cannot run ", name, ": it is not a file");
+    return name;
+  }
+  const char* path = std::getenv("PATH");
+  std::string folders = path ? path : "/usr/bin:/bin";
+  for (size_t start = 0; start <= folders.size();) {
+    const auto end = std::min(folders.find(':', start), folders.size());
+    const auto candidate = folders.substr(start, end - start) + "/" + name;
+    if (is_file(candidate) && access(candidate.c_str(), X_OK) == 0) {
+      return candidate;
+    }
+    start = end + 1;
+  }
+  TORCH_CHECK_VALUE(false, "there is no program '", name, "' on the PATH");
+}
+
+std::vector<char*> pointers(const std::vector<std::string>& texts) {
+  std::vector<char*> result;
+  for (const auto& text : texts) {
+    result.push_back(const_cast<char*>(text.c_str()));
+  }
+  result.push_back(nullptr);
+  return result;
+}
+
+std::vector<std::string> merged(const std::map<std::string, std::string>& extra) {
+  std::vector<std::string> result;
+  for (char** entry = environ; *entry; ++entry) {
+    const std::string text = *entry;
+    if (!extra.count(text.substr(0, text.find('=')))) {
+      result.push_back(text);
+    }
+  }
+  for (const auto& [name, value] : extra) {
+    result.push_back(name + "=" + value);
+  }
+  return result;
+}
+
+} // namespace
+
+Child::Child(
+    int rank,
+    Output& output,
+    const std::vector<std::string>& words,
+    const std::map<std::string, std::string>& environment)
+    : Child(rank, output) { // from here on, a throw runs the destructor
+  const auto program = find_program(words.at(0));
+  const auto variables = merged(environment);
+  const auto arguments = pointers(words);
+  const auto environment_pointers = pointers(variables);
+  int pipes[3][2]; // stdout, stderr, and why it could not be run
+  for (auto& ends : pipes) {
+    TORCH_CHECK(pipe2(ends, O_CLOEXEC) == 0, "no pipe: ", std::strerror(errno));
+  }
+  const pid_t parent = getpid();
+  pid_ = fork();
+  TORCH_CHECK(pid_ >= 0, "cannot start rank ", rank, ": ", std::strerror(errno));
+  if (pid_ == 0) {
+    // Only calls that are safe between fork and exec in a threaded process.
+    setpgid(0, 0);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) {
+      _exit(127); // we are gone already
+    }
+    const int null = open("/dev/null", O_RDONLY);
+    dup2(null, 0);
+    dup2(pipes[0][1], 1);
+    dup2(pipes[1][1], 2);
+    ::signal(SIGPIPE, SIG_DFL); // which our store made us ignore
+    sigset_t none;
+    sigemptyset(&none);
+    sigprocmask(SIG_SETMASK, &none, nullptr);
+    execve(program.c_str(), arguments.data(), environment_pointers.data());
+    const int error = errno;
+    (void)!write(pipes[2][1], &error, sizeof(error));
+    _exit(127);
+  }
+  setpgid(pid_, pid_); // here too, so that `send` cannot come too early
+  for (const auto& ends : pipes) {
+    close(ends[1]);
+  }
+  for (int stream = 0; stream < 2; ++stream) {
+    streams_[stream].fd = pipes[stream][0];
+    fcntl(streams_[stream].fd, F_SETFL, O_NONBLOCK);
+  }
+  int error = 0; // stays so when the exec closes the pipe
+  (void)!read(pipes[2][0], &error, sizeof(error));
+  close(pipes[2][0]);
+  TORCH_CHECK_VALUE(
+      error == 0, "cannot run ", program, ": ", std::strerror(error),
+      error == ENOEXEC ? "; a script needs a first line with #!" : "");
+}
+
+Child::~Child() {
+  if (pid_ > 0) {
+    send(SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  for (int stream = 0; stream < 2; ++stream) {
+    forward_rest(stream);
+    close(streams_[stream].fd);
+  }
+}
+
+bool Child::reap() {
+  siginfo_t info{};
+  // WNOWAIT: the dead process keeps its id, so that `send` meets no other one.
+  if (!running_ || waitid(P_PID, pid_, &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
+      info.si_pid != pid_) {
+    return false;
+  }
+  running_ = false;
+  signal_ = info.si_code == CLD_EXITED ? 0 : info.si_status;
+  exit_code_ = signal_ ? 128 + signal_ : info.si_status;
+  return true;
+}
+
+void Child::send(int signal) const {
+  kill(-pid_, signal);
+}
+
+void Child::forward(int stream) {
+  auto& [fd, partial, after_return] = streams_[stream];
+  char buffer[kChunk];
+  const ssize_t count = read(fd, buffer, sizeof(buffer));
+  if (count == 0) {
+    close(fd);
+    fd = -1;
+  }
+  if (count <= 0) {
+    return;
+  }
+  size_t start = 0;
+  size_t end = partial.size(); // no line ends before
+  partial.append(buffer, count);
+  for (; (end = partial.find_first_of("\r\n", end)) != std::string::npos; start = ++end) {
+    const bool is_return = partial[end] == '\r';
+    const bool is_empty = start == end;
+    // "\r\n" is one end, and a return that nothing precedes shows nothing.
+    const bool says_nothing = is_empty && (is_return || after_return);
+    if (!says_nothing) {
+      write_line(stream, partial.substr(start, end - start));
+    }
+    after_return = is_return && !is_empty;
+  }
+  partial.erase(0, start);
+  if (partial.size() >= kLongestLine) {
+    write_line(stream, partial);
+    partial.clear();
+  }
+}
+
+void Child::forward_rest(int stream) {
+  auto& [fd, partial, after_return] = streams_[stream];
+  // Not up to the end: a process that it left behind may write for ever.
+  int left = 0;
+  for (ioctl(fd, FIONREAD, &left); left > 0; left -= kChunk) {
+    forward(stream);
+  }
+  if (!partial.empty()) {
+    write_line(stream, partial);
+    partial.clear();
+  }
+}
+
+void Child::write_line(int stream, const std::string& line) {
+  if (stream == 1) {
+    last_errors_.push_back(line);
+    if (last_errors_.size() > kKeptLines) {
+      last_errors_.pop_front();
+    }
+  }
+  output_.add(stream, "[rank " + std::to_string(rank_) + "] " + line + "\n");
+}
+
+} // namespace fsdp::cli

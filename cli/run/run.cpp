@@ -1,0 +1,279 @@
+// `fsdp run`: starts a program once per rank and watches over the ranks.
+#include <poll.h>
+#include <signal.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <fsdp/error.h>
+#include <fsdp/launch.h>
+
+#include "cli/command.h"
+#include "cli/run/child.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// From the polite signal to the one that cannot be refused.
+constexpr auto kGrace = std::chrono::seconds(3);
+constexpr auto kPoll = std::chrono::milliseconds(100);
+
+struct RunOptions {
+  int num_ranks = 1;
+  int num_nodes = 1;
+  int node_rank = 0;
+  std::string master;
+  std::vector<std::string> program;
+};
+
+/// The signals that end us, as something to poll.
+class Signals {
+ public:
+  Signals() {
+    sigset_t set;
+    sigemptyset(&set);
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) {
+      sigaddset(&set, signal);
+    }
+    sigprocmask(SIG_BLOCK, &set, nullptr);
+    fd_ = signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC);
+  }
+  ~Signals() {
+    close(fd_);
+  }
+  Signals(const Signals&) = delete;
+  Signals& operator=(const Signals&) = delete;
+
+  int fd() const {
+    return fd_;
+  }
+  /// A signal that asks us to end, if one came.
+  std::optional<int> take() const {
+    std::optional<int> asked;
+    signalfd_siginfo info{};
+    while (read(fd_, &info, sizeof(info)) == sizeof(info)) {
+      if (info.ssi_signo != SIGCHLD) {
+        asked = static_cast<int>(info.ssi_signo);
+      }
+    }
+    return asked;
+  }
+
+ private:
+  int fd_ = -1;
+};
+
+class Launcher {
+ public:
+  Launcher(const RunOptions& options, const Signals& signals, LaunchJob& job)
+      : options_(options), signals_(signals), job_(job) {}
+
+  int run() {
+    for (int local = 0; local < options_.num_ranks; ++local) {
+      const int rank = options_.node_rank * options_.num_ranks + local;
+      children_.push_back(
+          std::make_unique<Child>(rank, output_, options_.program, job_.environment(local)));
+    }
+    while (any_running()) {
+      next_round();
+      watch_other_nodes();
+      enforce_grace();
+    }
+    // Whatever the ranks left running goes with them, and their last words come out.
+    children_.clear();
+    while (output_.waiting() && !hurried_) {
+      next_round();
+      watch_other_nodes();
+    }
+    job_.leave(ending_, [this, failed = ending_] {
+      next_round();
+      watch_other_nodes();
+      return hurried_ || ending_ != failed;
+    });
+    output_.add(1, closing_words_);
+    output_.flush();
+    while (output_.waiting() && !hurried_) {
+      next_round(); // the other nodes may be gone by now
+    }
+    return exit_code_;
+  }
+
+ private:
+  bool any_running() const {
+    for (const auto& child : children_) {
+      if (child->running()) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  /// Waits a moment for news of any kind, and deals with them.
+  void next_round() {
+    pass_output_on();
+    for (const auto& child : children_) {
+      if (child->reap() && child->exit_code() != 0 && !ending_) {
+        failed(*child);
+      }
+    }
+    if (const auto signal = signals_.take()) {
+      interrupted(*signal);
+    }
+    if (output_.error() != 0 && !ending_) {
+      unheard(output_.error());
+    }
+  }
+
+  void pass_output_on() {
+    std::vector<pollfd> fds{
+        {.fd = signals_.fd(), .events = POLLIN, .revents = 0},
+        {.fd = output_.fd(0), .events = POLLOUT, .revents = 0},
+        {.fd = output_.fd(1), .events = POLLOUT, .revents = 0}};
+    const auto first = fds.size();
+    for (const auto& child : children_) {
+      for (int stream = 0; stream < 2; ++stream) {
+        const int fd = output_.full(stream) ? -1 : child->fd(stream);
+        fds.push_back({.fd = fd, .events = POLLIN, .revents = 0});
+      }
+    }
+    poll(fds.data(), fds.size(), static_cast<int>(kPoll.count()));
+    for (size_t i = first; i < fds.size(); ++i) {
+      if (fds[i].revents != 0) {
+        children_[(i - first) / 2]->forward(static_cast<int>((i - first) % 2));
+      }
+    }
+    output_.flush();
+  }
+
+  void failed(Child& child) {
+    child.forward_rest(1);
+    const int code = child.exit_code();
+    std::string how = "exit code " + std::to_string(code);
+    if (const int signal = child.signal()) {
+      how = "signal " + std::to_string(signal) + " (" + strsignal(signal) + ")";
+    }
+    const auto what = "rank " + std::to_string(child.rank()) + " failed first, with " + how;
+    closing_words_ = "fsdp run: " + what + "; the other ranks were ended.\n";
+    if (!child.last_errors().empty()) {
+      closing_words_ += "fsdp run: its last words:\n";
+      for (const auto& line : child.last_errors()) {
+        closing_words_ += "  " + line + "\n";
+      }
+    }
+    job_.report({what, code});
+    end_all(code);
+  }
+
+  void interrupted(int signal) {
+    if (ending_) { // asked twice: at once
+      kill_at_ = Clock::now();
+      hurried_ = true;
+      return;
+    }
+    closing_words_ = std::string("fsdp run: ended by ") + strsignal(signal) + ".\n";
+    job_.report({std::string("fsdp run was ended by ") + strsignal(signal), 128 + signal});
+    end_all(128 + signal, signal);
+  }
+
+  /// What the ranks say cannot be written.
+  void unheard(int error) {
+    const auto what = std::string("the output cannot be written: ") + std::strerror(error);
+    closing_words_ = "fsdp run: " + what + "; the ranks were ended.\n";
+    const int code = error == EPIPE ? 128 + SIGPIPE : 1; // as a shell has it
+    job_.report({what, code});
+    end_all(code);
+  }
+
+  void watch_other_nodes() {
+    if (ending_) {
+      return;
+    }
+    if (const auto failure = job_.failure_elsewhere()) {
+      closing_words_ =
+          "fsdp run: on another node: " + failure->what + "; the ranks here were ended.\n";
+      end_all(failure->exit_code);
+    }
+  }
+
+  void end_all(int exit_code, int signal = SIGTERM) {
+    ending_ = true;
+    exit_code_ = exit_code;
+    kill_at_ = Clock::now() + kGrace;
+    for (const auto& child : children_) {
+      child->send(signal);
+    }
+  }
+
+  void enforce_grace() {
+    if (ending_ && Clock::now() >= kill_at_) {
+      for (const auto& child : children_) {
+        child->send(SIGKILL);
+      }
+    }
+  }
+
+  const RunOptions& options_;
+  const Signals& signals_;
+  LaunchJob& job_;
+  Output output_;
+  std::vector<std::unique_ptr<Child>> children_;
+  bool ending_ = false;
+  bool hurried_ = false; // nothing is worth waiting for
+  int exit_code_ = 0;
+  Clock::time_point kill_at_;
+  std::string closing_words_;
+};
+
+int launch(const RunOptions& options) {
+  const Signals signals; // first: the store's threads must not take our signals
+  std::optional<int> asked;
+  try {
+    LaunchJob job(
+        {.num_ranks = options.num_ranks,
+         .num_nodes = options.num_nodes,
+         .node_rank = options.node_rank,
+         .master = options.master,
+         .stop = [&] { return (asked = signals.take()).has_value(); }});
+    return Launcher(options, signals, job).run();
+  } catch (const CommError&) {
+    if (!asked) {
+      throw;
+    }
+    std::cerr << "fsdp run: ended by " << strsignal(*asked) << ", while waiting for node 0.\n";
+    return 128 + *asked;
+  }
+}
+
+} // namespace
+
+void add_run(CLI::App& app, Action& action) {
+  auto* command = app.add_subcommand("run", "Start a program once per rank, as processes");
+  auto options = std::make_shared<RunOptions>();
+  command->add_option("-n,--ranks", options->num_ranks, "Ranks on this machine")
+      ->check(CLI::Range(1, 1 << 20))
+      ->required();
+  command->add_option("--nnodes", options->num_nodes, "Machines; start fsdp run on each")
+      ->check(CLI::Range(1, 1 << 20));
+  command->add_option("--node-rank", options->node_rank, "Number of this machine, from 0")
+      ->check(CLI::NonNegativeNumber);
+  command->add_option("--master", options->master, "HOST:PORT on machine 0 that all reach");
+  // No extra arguments: CLI11 would take "[1,2]" for two. `main` adds the words.
+  command->add_option("program", options->program, "Program and its arguments, behind --")
+      ->required()
+      ->allow_extra_args(false);
+  command->footer("Example: fsdp run -n 4 -- ./my_program --its --options");
+  command->callback([options, &action] { action = [options] { return launch(*options); }; });
+}
+
+} // namespace fsdp::cli

@@ -1,0 +1,89 @@
+// `fsdp generate`: text from a checkpoint of `fsdp train`.
+#include <iostream>
+#include <memory>
+#include <string>
+
+#include <fsdp/checkpoint.h>
+#include <fsdp/distributed.h>
+#include <fsdp/meta_init.h>
+
+#include "cli/check.h"
+#include "cli/command.h"
+#include "cli/train/progress.h"
+#include "cli/train/run_checkpoint.h"
+#include "cli/train/sampler.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+struct GenerateOptions {
+  std::string checkpoint;
+  std::string prompt;
+  int64_t tokens = 200;
+  double temperature = 0.8;
+  int64_t seed = 1;
+  bool raw = false;
+};
+
+void check(const GenerateOptions& options) {
+  check_config(options.tokens >= 1, "--tokens ", options.tokens, ": it must be 1 or more");
+  check_config(
+      options.temperature >= 0, "--temperature ", options.temperature,
+      ": it must be 0 (the likeliest byte each time) or more");
+  check_config(options.seed >= 0, "--seed ", options.seed, ": it must be 0 or more");
+}
+
+/// The weights alone, whole, on one rank.
+Transformer load_model(const SavedRun& saved) {
+  Transformer model{nullptr};
+  {
+    const MetaInit on_meta;
+    model = Transformer(saved.identity.config.model);
+  }
+  to_empty(model, torch::kCPU);
+  StateDict state;
+  state.insert_all(get_model_state_dict(model), "model.");
+  load(state, saved.path);
+  return model;
+}
+
+int generate(const GenerateOptions& options) {
+  check(options);
+  const auto saved = find_saved_run(options.checkpoint, "--checkpoint");
+  std::string text;
+  run_ranks(1, [&](int) {
+    auto model = load_model(saved);
+    text = sample(
+        model, options.prompt,
+        {.count = options.tokens,
+         .temperature = options.temperature,
+         .seed = static_cast<uint64_t>(options.seed),
+         .context = saved.identity.config.context});
+  });
+  std::cout << (options.raw ? text : printable(text)) << std::endl;
+  return 0;
+}
+
+} // namespace
+
+void add_generate(CLI::App& app, Action& action) {
+  auto* command = app.add_subcommand("generate", "Let a trained model write");
+  command->option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  auto options = std::make_shared<GenerateOptions>();
+  command
+      ->add_option(
+          "--checkpoint", options->checkpoint, "A run's folder (its newest), or a checkpoint")
+      ->required();
+  command->add_option("--prompt", options->prompt, "Text to go on from");
+  const auto add = [&](const char* name, auto& value, const char* help) {
+    command->add_option(name, value, help)->capture_default_str();
+  };
+  add("--tokens", options->tokens, "Bytes to write");
+  add("--temperature", options->temperature, "0: the likeliest each time; 1: as learned");
+  add("--seed", options->seed, "Decides what is drawn");
+  command->add_flag("--raw", options->raw, "Print all bytes as they are");
+  command->callback([options, &action] { action = [options] { return generate(*options); }; });
+}
+
+} // namespace fsdp::cli

@@ -1,0 +1,113 @@
+#include "cli/train/metrics.h"
+
+#include <fsdp/error.h>
+
+#include <cerrno>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+
+#include <c10/util/StringUtil.h>
+
+namespace fsdp::cli {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+/// JSON has no NaN.
+Json number(double value) {
+  return std::isfinite(value) ? Json(value) : Json();
+}
+
+[[noreturn]] void fail(const std::filesystem::path& path) {
+  const int error = errno;
+  throw CheckpointError(
+      {__func__, __FILE__, __LINE__},
+      c10::str(path.string(), " cannot be written: ", std::strerror(error)));
+}
+
+/// The lines of steps up to `steps`; what a crash left half written is not one.
+std::string lines_to_keep(
+    const std::filesystem::path& path, int64_t steps, std::vector<double>& losses) {
+  std::string kept;
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    const auto json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (json.is_object() && json.value("step", int64_t{0}) >= 1 &&
+        json.value("step", int64_t{0}) <= steps) {
+      kept += line + "\n";
+      if (json.contains("loss")) {
+        losses.push_back(json["loss"].is_number() ? json["loss"].get<double>() : std::nan(""));
+      }
+    }
+  }
+  return kept;
+}
+
+} // namespace
+
+Json to_json(const StepRecord& record) {
+  const auto& memory = record.memory;
+  Json json{
+      {"step", record.step},
+      {"loss", number(record.loss)},
+      {"grad_norm", number(record.grad_norm)},
+      {"lr", record.lr},
+      {"tokens", record.tokens},
+      {"seconds", record.seconds},
+      {"tokens_per_s", record.tokens_per_s},
+      {"exposed_s", record.exposed_s ? Json(*record.exposed_s) : Json()},
+      {"memory",
+       {{"shards", memory.shards},
+        {"gathered", memory.gathered},
+        {"gradients", memory.gradients},
+        {"communication", memory.communication},
+        {"other", memory.other},
+        {"allocated", memory.allocated},
+        {"peak", memory.peak}}}};
+  if (record.skipped) {
+    json["skipped"] = true;
+  }
+  return json;
+}
+
+Json to_json(const Validation& validation) {
+  return {
+      {"step", validation.step},
+      {"validation_loss", number(validation.loss)},
+      {"byte_frequency_loss", validation.byte_frequency_loss}};
+}
+
+MetricsFile::MetricsFile(const std::filesystem::path& path, int64_t steps) : path_(path) {
+  const auto kept = lines_to_keep(path, steps, losses_);
+  write_file(path, kept);
+  file_.open(path, std::ios::app);
+  check();
+}
+
+void MetricsFile::add(const Json& line) {
+  file_ << line.dump() << std::endl; // whoever looks sees it at once
+  check();
+}
+
+void MetricsFile::check() const {
+  if (!file_) {
+    fail(path_);
+  }
+}
+
+void write_file(const std::filesystem::path& path, const std::string& text) {
+  const auto aside = path.string() + ".new";
+  std::ofstream file(aside, std::ios::binary | std::ios::trunc);
+  file << text << std::flush;
+  if (!file) {
+    fail(path);
+  }
+  file.close();
+  if (std::rename(aside.c_str(), path.c_str()) != 0) {
+    fail(path);
+  }
+}
+
+} // namespace fsdp::cli

@@ -1,0 +1,217 @@
+#include "cli/train/narrator.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <iostream>
+
+#include "cli/report/report.h"
+#include "cli/train/curve.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+std::string traffic_text(const Plan& plan) {
+  std::string text;
+  for (const auto& kind : plan.traffic) {
+    text += (text.empty() ? "" : ", ") + plural(kind.count, kind.op) + " of " +
+            binary_size(kind.bytes) + " in all";
+  }
+  return text.empty() ? "nothing to send" : text;
+}
+
+Json traffic_json(const Plan& plan) {
+  auto json = Json::array();
+  for (const auto& kind : plan.traffic) {
+    json.push_back({{"op", kind.op}, {"count", kind.count}, {"bytes", kind.bytes}});
+  }
+  return json;
+}
+
+} // namespace
+
+std::string plural(int64_t count, const std::string& noun) {
+  return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
+}
+
+Narrator::Narrator(const TrainOptions& options, bool speaks) : options_(options), speaks_(speaks) {}
+
+void Narrator::print(const Json& json) {
+  std::cout << json.dump(-1, ' ', false, Json::error_handler_t::replace) << std::endl;
+}
+
+void Narrator::plan(const Plan& plan, int64_t shard_bytes, const std::string& backend) {
+  const auto& config = options_.identity.config;
+  const auto& dims = config.model;
+  const auto mesh = config.mesh.value_or(MeshShape{});
+  if (to_programs()) {
+    print(
+        {{"event", "plan"},
+         {"config", resolved(options_)},
+         {"backend", backend},
+         {"ranks", mesh.ranks()},
+         {"parameters", plan.num_params},
+         {"shard_bytes", shard_bytes},
+         {"gathered_bytes", plan.gathered_bytes},
+         {"padding_bytes", plan.padding_bytes},
+         {"state_bytes", plan.state_bytes},
+         {"activation_bytes", plan.activation_bytes},
+         {"peak_bytes", plan.peak_bytes},
+         {"traffic", traffic_json(plan)},
+         {"groups", groups_json(plan)}});
+  }
+  if (!to_people()) {
+    return;
+  }
+  screen_.labelled(
+      "model",
+      c10::str(
+          decimal_count(plan.num_params, ""), " parameters: ", plural(dims.layers, "layer"), " of ",
+          dims.dim, ", ", plural(dims.heads, "head"), ", ", dims.kv_heads, " for keys and values, ",
+          dims.hidden, " hidden", dims.tied ? ", tied" : "", ", in ", config.param_dtype));
+  screen_.labelled(
+      "ranks",
+      c10::str(
+          mesh.ranks(), " over ", backend, "; ",
+          plural(static_cast<int64_t>(plan.groups.size()), "group"), ", ", binary_size(shard_bytes),
+          " of ", binary_size(plan.num_params * 4), " of parameters on each rank",
+          mesh.replicate > 1 || mesh.tensor > 1 ? "; mesh " + mesh.str() : ""));
+  screen_.labelled(
+      "memory",
+      c10::str(
+          "about ", binary_size(plan.peak_bytes), " per rank at the peak: ",
+          binary_size(plan.state_bytes), " of shards, gradients and optimizer",
+          config.offload ? " (they are on the host)" : "", ", ", binary_size(plan.largest_group),
+          " for the largest group, once it is gathered, ", binary_size(plan.activation_bytes),
+          " of activations; ", binary_size(plan.padding_bytes), " is padding"));
+  screen_.labelled("traffic", "per step and rank: " + traffic_text(plan));
+  screen_.labelled(
+      "run", c10::str(
+                 plural(config.steps, "step"), " of ", config.batch, " x ", config.context, " = ",
+                 config.batch * config.context, " tokens (bytes), seed ", config.seed));
+}
+
+void Narrator::text(const Corpus& corpus) {
+  if (to_people()) {
+    screen_.labelled(
+        "text", c10::str(
+                    corpus.name(), ": ", plural(corpus.num_files(), "file"), ", ",
+                    decimal_count(corpus.train_bytes(), "B"), " to train on and ",
+                    decimal_count(corpus.held_out_bytes(), "B"), " held out"));
+  }
+}
+
+void Narrator::resumed(const SavedRun& saved) {
+  if (to_people()) {
+    screen_.labelled(
+        "resumed", c10::str(
+                       saved.path.string(), ": ", plural(saved.step, "step"), " done, by ",
+                       plural(saved.ranks, "rank")));
+  }
+  if (to_programs()) {
+    print({{"event", "resumed"}, {"checkpoint", saved.path.string()}, {"step", saved.step}});
+  }
+}
+
+void Narrator::begin(int64_t steps_before) {
+  const auto& config = options_.identity.config;
+  progress_.emplace(screen_, config.steps, config.batch * config.context, steps_before);
+}
+
+void Narrator::step(const StepRecord& record) {
+  if (to_people()) {
+    progress_->update(record);
+  }
+  if (to_programs()) {
+    Json json;
+    json["event"] = "step";
+    json.update(to_json(record));
+    print(json);
+  }
+}
+
+void Narrator::validation(const Validation& validation) {
+  if (to_people()) {
+    screen_.labelled(
+        "validated", c10::str("loss ", fixed(validation.loss, 4), " after step ", validation.step));
+  }
+  if (to_programs()) {
+    Json json;
+    json["event"] = "validation";
+    json.update(to_json(validation));
+    print(json);
+  }
+}
+
+void Narrator::stopped(const std::string& signal, int64_t step) {
+  if (to_people()) {
+    screen_.labelled("stopped", c10::str("by ", signal, " after step ", step));
+  }
+  if (to_programs()) {
+    print({{"event", "stopped"}, {"signal", signal}, {"step", step}});
+  }
+}
+
+void Narrator::curve(const std::vector<double>& losses) {
+  if (!to_people()) {
+    return;
+  }
+  const auto lines = draw_curve(losses, {.unicode = has_unicode()});
+  if (!lines.empty()) {
+    screen_.labelled("losses", "");
+  }
+  for (const auto& line : lines) {
+    screen_.line(line);
+  }
+}
+
+void Narrator::result(const RunResult& result) {
+  if (to_programs()) {
+    print(
+        {{"event", "result"},
+         {"steps", result.validation.step},
+         {"first_loss", result.first_loss},
+         {"loss", result.last_loss},
+         {"validation_loss", result.validation.loss},
+         {"byte_frequency_loss", result.validation.byte_frequency_loss},
+         {"seconds", result.seconds}});
+  } else if (speaks_) { // --quiet too
+    screen_.labelled(
+        "result", c10::str(
+                      "loss ", fixed(result.first_loss, 4), " -> ", fixed(result.last_loss, 4),
+                      " (last ", plural(result.num_last, "step"), "), validation loss ",
+                      fixed(result.validation.loss, 4),
+                      " (byte frequencies alone: ", fixed(result.validation.byte_frequency_loss, 4),
+                      "), ", fixed(result.seconds, 1), " s"));
+  }
+}
+
+void Narrator::sample(const std::string& prompt, const std::string& text) {
+  if (to_people()) {
+    screen_.labelled("sample", "what the model makes of \"" + printable(prompt) + "\":");
+    screen_.line(printable(text));
+  }
+  if (to_programs()) {
+    print({{"event", "sample"}, {"prompt", prompt}, {"text", text}});
+  }
+}
+
+void Narrator::saved(const std::string& run, const std::string& checkpoint, int64_t steps) {
+  const auto& config = options_.identity.config;
+  const bool is_done = steps == config.steps;
+  const auto more = is_done ? " --steps " + std::to_string(2 * config.steps) : std::string();
+  const auto command = "fsdp train --resume " + run + more;
+  if (to_people()) {
+    screen_.labelled(
+        "saved", c10::str(checkpoint, "; ", is_done ? "to train on: " : "to go on: ", command));
+    screen_.labelled(
+        "report", run + "/" + kReportFile + "; timeline: " + kTraceFile + " beside it");
+  }
+  if (to_programs()) {
+    print({{"event", "saved"}, {"run", run}, {"checkpoint", checkpoint}, {"resume", command}});
+  }
+}
+
+} // namespace fsdp::cli

@@ -1,0 +1,251 @@
+#include "cli/train/options.h"
+
+#include <torch/cuda.h>
+
+#include <cstdio>
+
+#include "cli/check.h"
+#include "cli/config/option_list.h"
+#include "cli/config/presets.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+constexpr int kDefaultRanks = 4;
+
+/// Sizes of the preset where none were given.
+void add_model_options(CLI::App& command, TrainOptions& options) {
+  auto& dims = options.identity.config.model;
+  std::string names;
+  for (const auto& preset : model_presets()) {
+    names += (names.empty() ? "" : ", ") + preset.name;
+  }
+  const auto add = [&](const char* name, auto& value, const std::string& help) {
+    return command.add_option(name, value, help)->group("Model");
+  };
+  add("--model", options.model, "Size: " + names)->capture_default_str();
+  add("--dim", dims.dim, "Width");
+  add("--layers", dims.layers, "Blocks");
+  add("--heads", dims.heads, "Attention heads");
+  add("--kv-heads", dims.kv_heads, "Heads for keys and values [half of --heads]");
+  add("--hidden", dims.hidden, "Width inside the feed-forward part [8/3 of --dim]");
+  add("--vocab", dims.vocab, "Tokens; bytes take 256");
+  add("--tied", dims.tied, "The output is the embedding again: true or false");
+  add("--rotary-base", dims.rotary_base, "Of the rotary positions");
+  add("--norm-eps", dims.norm_eps, "Of the norms");
+}
+
+void add_training_options(CLI::App& command, TrainOptions& options) {
+  auto& config = options.identity.config;
+  const auto add = [&](const char* name, auto& value, const char* help) {
+    return command.add_option(name, value, help)->group("Training")->capture_default_str();
+  };
+  add("--steps", config.steps, "Updates");
+  add("--batch", config.batch, "Rows of text per update, of all ranks together");
+  add("--context", config.context, "Bytes per row");
+  add("--data", options.identity.data, "File or folder of text [LibTorch's C++ headers]");
+  add("--seed", config.seed, "Decides weights, batches and sample");
+  add("--lr", config.schedule.lr, "Highest learning rate");
+  add("--schedule", config.schedule.kind, "Of the learning rate, after the warm-up")
+      ->check(CLI::IsMember({"cosine", "linear", "constant"}));
+  command.add_option("--warmup", config.schedule.warmup, "Steps up to it [a tenth of --steps]")
+      ->group("Training");
+  command.add_option("--min-lr", config.schedule.min_lr, "At the end [a tenth of --lr]")
+      ->group("Training");
+  add("--weight-decay", config.weight_decay, "Of matrices");
+  command
+      .add_option_function<std::string>(
+          "--betas",
+          [&](const std::string& text) {
+            char rest = 0;
+            check_config(
+                std::sscanf(text.c_str(), "%lf,%lf%c", &config.beta1, &config.beta2, &rest) == 2,
+                "--betas ", text, ": it must be two numbers, for example 0.9,0.95");
+            options.given.insert({"beta1", "beta2"});
+          },
+          "Of AdamW [0.9,0.95]")
+      ->group("Training");
+  add("--clip", config.clip, "Highest norm of the gradients; 0: any");
+  add("--accumulate", config.accumulate, "Parts that a rank cuts its rows into");
+  command
+      .add_option("--validate-every", options.validate_every, "Updates between validations [none]")
+      ->group("Training");
+}
+
+void add_rank_options(CLI::App& command, TrainOptions& options) {
+  auto& config = options.identity.config;
+  const auto add = [&](const char* name, auto& value, const char* help) {
+    return command.add_option(name, value, help)->group("Ranks and memory");
+  };
+  const CLI::IsMember dtypes({"bf16", "fp16", "fp32"});
+  add("--ranks", options.ranks, "As threads [4]; a launcher (fsdp run, torchrun, srun) decides");
+  add("--mesh", options.mesh, "For example dp=2,shard=2,tp=2: replicas, shards, tensor parallel");
+  add("--reshard-after-forward", options.reshard,
+      "Free parameters between forward and backward: auto, true, false, or over so many ranks")
+      ->capture_default_str();
+  add("--param-dtype", config.param_dtype, "To gather and compute in: bf16, fp16, fp32")
+      ->capture_default_str()
+      ->check(dtypes);
+  add("--reduce-dtype", config.reduce_dtype, "To reduce gradients in [--param-dtype]")
+      ->check(dtypes);
+  add("--device", options.device, "auto, cpu or cuda")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
+  command.add_flag("--offload", config.offload, "Keep shards and optimizer in host memory")
+      ->group("Ranks and memory");
+  command
+      .add_flag(
+          "--activation-checkpointing", config.activation_checkpointing,
+          "Compute each block again in backward")
+      ->group("Ranks and memory");
+}
+
+void add_file_options(CLI::App& command, TrainOptions& options) {
+  const auto add = [&](const char* name, auto& value, const char* help) {
+    return command.add_option(name, value, help)->group("Files");
+  };
+  add("--run", options.run, "Folder of this run [runs/<date and time>]");
+  add("--save-every", options.save_every, "Save each time after so many updates, too");
+  add("--keep", options.keep.keep, "Checkpoints that stay: the newest so many")
+      ->capture_default_str();
+  add("--keep-every", options.keep.keep_every, "And those of multiples of this step");
+  add("--resume", options.resume,
+      "Go on with a run's folder, or from one of its checkpoints, on any --mesh; options that are "
+      "not given are as they were");
+  command.add_flag("--no-save", options.no_save, "Write nothing")->group("Files");
+  // main has put its words in front of the others already.
+  command.add_option("--config", "JSON or TOML file with any of these; the command line wins")
+      ->group("Files");
+}
+
+} // namespace
+
+void add_options(CLI::App& command, TrainOptions& options) {
+  add_model_options(command, options);
+  add_training_options(command, options);
+  add_rank_options(command, options);
+  add_file_options(command, options);
+  const char* screen = "Screen";
+  command.add_flag("--quiet", options.quiet, "Print the result only")->group(screen);
+  command.add_flag("--json", options.json, "Print one JSON object per line")->group(screen);
+  command.add_flag("--dry-run", options.dry_run, "Say what would happen, on any number of ranks")
+      ->group(screen);
+}
+
+void resolve_model(TrainOptions& options) {
+  auto& dims = options.identity.config.model;
+  const auto given = dims;
+  dims = model_preset(options.model);
+  const auto was_given = [&](const char* name) { return options.given.contains(name); };
+  const auto take = [&](const char* name, auto& mine, const auto& theirs) {
+    if (was_given(name)) {
+      mine = theirs;
+    }
+  };
+  take("vocab", dims.vocab, given.vocab);
+  take("dim", dims.dim, given.dim);
+  take("layers", dims.layers, given.layers);
+  take("heads", dims.heads, given.heads);
+  take("tied", dims.tied, given.tied);
+  take("rotary-base", dims.rotary_base, given.rotary_base);
+  take("norm-eps", dims.norm_eps, given.norm_eps);
+  if (was_given("heads")) { // the others follow, unless they were given, too
+    dims.kv_heads = default_kv_heads(dims.heads);
+  }
+  if (was_given("dim")) {
+    dims.hidden = default_hidden(dims.dim);
+  }
+  take("kv-heads", dims.kv_heads, given.kv_heads);
+  take("hidden", dims.hidden, given.hidden);
+}
+
+MeshShape resolve_mesh(
+    TrainOptions& options, const std::optional<SavedRun>& saved, std::optional<int> launched) {
+  auto& config = options.identity.config;
+  check_config(
+      !launched || options.ranks.value_or(*launched) == *launched, "--ranks ",
+      options.ranks.value_or(0), ": the launcher started ", launched.value_or(0),
+      "; leave --ranks out, or start fsdp train without a launcher");
+  std::optional<int64_t> ranks;
+  if (launched || options.ranks) {
+    ranks = launched ? *launched : *options.ranks;
+    check_config(*ranks >= 1, "--ranks ", *ranks, ": it must be 1 or more");
+  }
+  auto mesh = options.mesh;
+  if (mesh.empty() && !ranks) {
+    mesh = saved && !saved->mesh.empty() ? saved->mesh : "";
+    ranks = saved ? saved->ranks : kDefaultRanks;
+  }
+  config.mesh = parse_mesh(mesh, ranks);
+  config.reshard_after_forward = parse_reshard(options.reshard, config.mesh->shard);
+  const bool has_cuda = torch::cuda::is_available();
+  check_config(
+      options.device != "cuda" || has_cuda,
+      "--device cuda: there is no such device here; see fsdp doctor");
+  config.device = options.device == "auto" ? (has_cuda ? "cuda" : "cpu") : options.device;
+  check(config, *config.mesh);
+  return *config.mesh;
+}
+
+void check_together(const TrainOptions& options) {
+  check_config(
+      options.save_every >= 0, "--save-every ", options.save_every, ": it must be 0 or more");
+  check_config(
+      options.validate_every >= 0, "--validate-every ", options.validate_every,
+      ": it must be 0 or more");
+  check_config(options.keep.keep >= 1, "--keep ", options.keep.keep, ": it must be 1 or more");
+  check_config(
+      options.keep.keep_every >= 0, "--keep-every ", options.keep.keep_every,
+      ": it must be 0 or more");
+  const auto apart = [&](const char* one, const char* other, const char* advice) {
+    check_config(
+        !options.given.contains(one) || !options.given.contains(other), "--", one, " and --", other,
+        " contradict each other; ", advice);
+  };
+  apart("quiet", "json", "take one of them");
+  apart("no-save", "run", "leave out --no-save to write there");
+  apart("no-save", "save-every", "leave out --no-save to save");
+  apart("dry-run", "resume", "a dry run needs no checkpoint: give its options");
+  apart("resume", "model", "the checkpoint has the sizes: leave --model out");
+  const bool goes_on = options.run == options.resume; // also when there is neither
+  check_config(
+      goes_on || options.run.empty() ||
+          CheckpointSeries(checkpoints_of(options.run)).list().empty(),
+      "--run ", options.run, " has checkpoints of an earlier run; go on with it by --resume ",
+      options.run, ", or take another folder");
+}
+
+nlohmann::ordered_json resolved(const TrainOptions& options) {
+  nlohmann::ordered_json json;
+  const auto& config = options.identity.config;
+  for_each_option([&](const char* name, auto in, bool) {
+    const std::string key = name;
+    if (key != "beta1" && key != "beta2") { // one option for both
+      json[key] = in(config);
+    }
+  });
+  json["betas"] = {config.beta1, config.beta2};
+  // What an empty or negative value stands for is not to be typed.
+  for (const auto* open : {"min-lr", "warmup"}) {
+    if (json[open] == -1) {
+      json.erase(open);
+    }
+  }
+  if (config.reduce_dtype.empty()) {
+    json.erase("reduce-dtype");
+  }
+  if (!options.identity.data.empty()) {
+    json["data"] = options.identity.data;
+  }
+  json["mesh"] = config.mesh.value_or(MeshShape{}).str();
+  json["reshard-after-forward"] = options.reshard;
+  json["device"] = config.device;
+  json["save-every"] = options.save_every;
+  json["validate-every"] = options.validate_every;
+  json["keep"] = options.keep.keep;
+  json["keep-every"] = options.keep.keep_every;
+  return json;
+}
+
+} // namespace fsdp::cli

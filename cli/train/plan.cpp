@@ -1,0 +1,164 @@
+#include "cli/train/plan.h"
+
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+
+namespace fsdp::cli {
+
+namespace {
+
+/// A weight: rows, and how many elements each has.
+struct Matrix {
+  int64_t rows = 0;
+  int64_t row = 1;
+};
+
+int64_t rounded_up(int64_t value, int64_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
+int64_t bytes_of(const std::string& dtype) {
+  return static_cast<int64_t>(c10::elementSize(dtype_of(dtype)));
+}
+
+/// One rank's pieces of a block's weights under tensor parallelism.
+std::vector<Matrix> block_weights(const ModelDims& dims, int64_t tensor) {
+  const auto query = dims.heads * dims.head_dim() / tensor;
+  const auto key = dims.kv_heads * dims.head_dim() / tensor;
+  const auto hidden = dims.hidden / tensor;
+  return {{dims.dim},         {dims.dim},         {query, dims.dim},
+          {key, dims.dim},    {key, dims.dim},    {dims.dim, query},
+          {hidden, dims.dim}, {hidden, dims.dim}, {dims.dim, hidden}};
+}
+
+std::vector<Matrix> root_weights(const ModelDims& dims, int64_t tensor) {
+  std::vector<Matrix> weights{{dims.vocab / tensor, dims.dim}, {dims.dim}};
+  if (!dims.tied) {
+    weights.push_back(weights.front());
+  }
+  return weights;
+}
+
+int64_t numel_of(const std::vector<Matrix>& weights) {
+  int64_t numel = 0;
+  for (const auto& weight : weights) {
+    numel += weight.rows * weight.row;
+  }
+  return numel;
+}
+
+GroupPlan plan_group(
+    std::string name, const std::vector<Matrix>& weights, int64_t shards, int64_t param_bytes) {
+  GroupPlan group{.name = std::move(name), .numel = numel_of(weights)};
+  for (const auto& [rows, row] : weights) {
+    const auto padded = rounded_up(rows, shards);
+    group.shard_bytes += padded / shards * row * 4;
+    group.gathered_bytes += padded * row * param_bytes;
+    group.padding_bytes += (padded - rows) * row * param_bytes;
+  }
+  return group;
+}
+
+int64_t count_params(const ModelDims& dims) {
+  return dims.layers * numel_of(block_weights(dims, 1)) + numel_of(root_weights(dims, 1));
+}
+
+std::vector<TrafficPlan> plan_traffic(
+    const Plan& plan, const TrainConfig& config, const MeshShape& mesh, int64_t reduce_bytes) {
+  TrafficPlan gathers{.op = "all-gather"};
+  TrafficPlan scatters{.op = "reduce-scatter"};
+  TrafficPlan reduces{.op = "all-reduce"};
+  const auto param_bytes = bytes_of(config.param_dtype);
+  for (const auto& group : plan.groups) {
+    const bool is_root = group.name.empty();
+    const bool again = config.reshard_after_forward.is_auto()
+                           ? !is_root
+                           : config.reshard_after_forward.ranks(static_cast<int>(mesh.shard)) > 0;
+    const auto passes = config.accumulate * (again ? 2 : 1);
+    if (mesh.shard > 1) {
+      gathers.count += passes;
+      gathers.bytes += passes * group.gathered_bytes;
+      scatters.count += 1;
+      scatters.bytes += group.gathered_bytes / param_bytes * reduce_bytes;
+    }
+    if (mesh.replicate > 1) {
+      reduces.count += 1;
+      reduces.bytes += group.shard_bytes / 4 * reduce_bytes;
+    }
+  }
+  std::vector<TrafficPlan> traffic;
+  for (const auto& kind : {gathers, scatters, reduces}) {
+    if (kind.count > 0) {
+      traffic.push_back(kind);
+    }
+  }
+  return traffic;
+}
+
+/// See Note [What a run will take].
+int64_t estimate_activations(const TrainConfig& config, const MeshShape& mesh) {
+  const auto& dims = config.model;
+  const auto tokens = config.batch / mesh.data_ranks() / config.accumulate * config.context;
+  const auto heads = (dims.heads + 2 * dims.kv_heads) * dims.head_dim() / mesh.tensor;
+  // Two norms with their inputs and outputs; projections, before and after the
+  // rotation; what attention gives; the four of SwiGLU.
+  const auto block = 5 * dims.dim + 3 * heads + 4 * dims.hidden / mesh.tensor;
+  const auto kept =
+      config.activation_checkpointing ? dims.layers * dims.dim + block : dims.layers * block;
+  const auto scores = 3 * dims.vocab / mesh.tensor; // and their softmax and gradient, in fp32
+  return tokens * (kept * bytes_of(config.param_dtype) + scores * 4);
+}
+
+} // namespace
+
+Plan make_plan(const TrainConfig& config, const MeshShape& mesh) {
+  Plan plan;
+  const auto& dims = config.model;
+  const auto param_bytes = bytes_of(config.param_dtype);
+  const auto reduce_bytes =
+      config.reduce_dtype.empty() ? param_bytes : bytes_of(config.reduce_dtype);
+  plan.num_params = count_params(dims);
+  for (int64_t i = 0; i < dims.layers; ++i) {
+    plan.groups.push_back(plan_group(
+        "layers." + std::to_string(i), block_weights(dims, mesh.tensor), mesh.shard, param_bytes));
+  }
+  plan.groups.push_back(plan_group("", root_weights(dims, mesh.tensor), mesh.shard, param_bytes));
+  for (const auto& group : plan.groups) {
+    plan.shard_bytes += group.shard_bytes;
+    plan.gathered_bytes += group.gathered_bytes;
+    plan.padding_bytes += group.padding_bytes;
+  }
+  plan.traffic = plan_traffic(plan, config, mesh, reduce_bytes);
+
+  const auto block = plan.groups.front().gathered_bytes;
+  const auto root = plan.groups.back().gathered_bytes;
+  plan.largest_group = std::max(block, root);
+  const bool keeps = !config.reshard_after_forward.is_auto() &&
+                     config.reshard_after_forward.ranks(static_cast<int>(mesh.shard)) == 0;
+  const auto shard = plan.shard_bytes;
+  plan.state_bytes = config.offload ? 0 : 4 * shard; // it is on the host then
+  plan.activation_bytes = estimate_activations(config, mesh);
+  // Accumulating gradients stay whole until the last part reduces them.
+  const auto whole_grads =
+      config.accumulate > 1 ? plan.gathered_bytes / param_bytes * reduce_bytes : 0;
+  const auto in_backward = (keeps ? plan.gathered_bytes + block : 3 * block + root) +
+                           block / param_bytes * reduce_bytes + whole_grads;
+  plan.peak_bytes = plan.state_bytes + in_backward + plan.activation_bytes;
+  return plan;
+}
+
+nlohmann::ordered_json groups_json(const Plan& plan) {
+  auto json = nlohmann::ordered_json::array();
+  for (const auto& group : plan.groups) {
+    json.push_back(
+        {{"name", group.name},
+         {"numel", group.numel},
+         {"shard_bytes", group.shard_bytes},
+         {"gathered_bytes", group.gathered_bytes},
+         {"padding_bytes", group.padding_bytes}});
+  }
+  return json;
+}
+
+} // namespace fsdp::cli

@@ -1,0 +1,170 @@
+#include "cli/train/run_checkpoint.h"
+
+#include <fsdp/checkpoint.h>
+#include <fsdp/distributed.h>
+#include <fsdp/random_state.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <type_traits>
+#include <variant>
+
+#include "cli/check.h"
+#include "cli/config/option_list.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+// The keys: model.*, optim.*, random.*; train.* is RunState and the number of
+// ranks; config.* are options by their names; data.* is the text.
+
+std::string config_key(const char* option) {
+  return std::string("config.") + option;
+}
+
+/// Someone else's checkpoint may have anything under our keys.
+template <class T>
+T value_of(const StateDict& state, const std::string& key, const std::filesystem::path& path) {
+  const auto* value = std::get_if<T>(&state.at(key));
+  if (!value) {
+    throw CheckpointError(
+        {__func__, __FILE__, __LINE__},
+        c10::str(path.string(), ": '", key, "' is not what fsdp train saves there"));
+  }
+  return *value;
+}
+
+void insert_progress(StateDict& state, const RunState& run) {
+  state.insert("train.step", run.step);
+  state.insert("train.first_loss", run.first_loss);
+  state.insert("train.last_losses", run.last_losses);
+}
+
+bool is_file(const std::filesystem::path& path) {
+  struct stat info{};
+  return stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode);
+}
+
+} // namespace
+
+void RunState::add(double loss) {
+  first_loss = step == 0 ? loss : first_loss;
+  last_losses[step % kLastSteps] = loss;
+  ++step;
+}
+
+int64_t RunState::num_last() const {
+  return std::min(step, kLastSteps);
+}
+
+double RunState::mean_of_last() const {
+  return last_losses.narrow(0, 0, num_last()).mean().item<double>();
+}
+
+std::filesystem::path checkpoints_of(const std::string& run) {
+  return std::filesystem::path(run) / "checkpoints";
+}
+
+SavedRun find_saved_run(const std::string& path, const char* option /* = "--resume" */) {
+  SavedRun saved;
+  const auto latest = CheckpointSeries(checkpoints_of(path)).latest();
+  saved.is_latest = latest.has_value();
+  saved.path = latest.value_or(path);
+  check_config(
+      latest || is_file(saved.path / "manifest.json"), option, ": there is no complete checkpoint ",
+      "in ", checkpoints_of(path).string(), ", nor is ", path, " one");
+  auto& config = saved.identity.config;
+  config.model.kv_heads = config.model.hidden = 0; // early versions did not save them
+  StateDict state;
+  for_each_option(
+      [&](const char* name, auto in, bool) { state.insert(config_key(name), in(config)); });
+  state.insert("data.path", std::string());
+  state.insert("data.fingerprint", std::string());
+  state.insert("train.step", int64_t{0});
+  state.insert("train.ranks", int64_t{0});
+  state.insert("train.mesh", std::string());
+  load(state, saved.path, {.strict = false});
+  for_each_option([&](const char* name, auto in, bool) {
+    auto& value = in(config);
+    value = value_of<std::decay_t<decltype(value)>>(state, config_key(name), saved.path);
+  });
+  saved.identity.data = value_of<std::string>(state, "data.path", saved.path);
+  saved.identity.fingerprint = value_of<std::string>(state, "data.fingerprint", saved.path);
+  saved.step = value_of<int64_t>(state, "train.step", saved.path);
+  saved.ranks = value_of<int64_t>(state, "train.ranks", saved.path);
+  saved.mesh = value_of<std::string>(state, "train.mesh", saved.path);
+  if (saved.ranks == 0) {
+    throw CheckpointError(
+        {__func__, __FILE__, __LINE__},
+        saved.path.string() + " is a checkpoint, but not one of fsdp train");
+  }
+  if (config.model.hidden == 0) {
+    config.model.kv_heads = default_kv_heads(config.model.heads);
+    config.model.hidden = default_hidden(config.model.dim);
+  }
+  return saved;
+}
+
+void adopt_options(RunIdentity& mine, const SavedRun& saved, const std::set<std::string>& given) {
+  for_each_option([&](const char* name, auto in, bool fixed) {
+    auto& value = in(mine.config);
+    const auto& theirs = in(saved.identity.config);
+    if (!given.contains(name)) {
+      value = theirs;
+    }
+    check_config(
+        !fixed || value == theirs, "--", name, " ", value, ": ", saved.path.string(),
+        " is of a run with --", name, " ", theirs,
+        "; leave it out to go on with that one, or --resume to start another");
+  });
+  check_config(
+      mine.config.steps >= saved.step, "--steps ", mine.config.steps, ": ", saved.path.string(),
+      " has ", saved.step, " behind it already");
+  if (!given.contains("data")) {
+    mine.data = saved.identity.data;
+  }
+}
+
+void check_text(const RunIdentity& mine, const SavedRun& saved) {
+  const auto name = [](const RunIdentity& run) {
+    return run.data.empty() ? std::string("LibTorch's headers") : run.data;
+  };
+  check_config(
+      mine.fingerprint == saved.identity.fingerprint, "--data: the text of ", name(mine),
+      " is not the one that ", saved.path.string(), " was trained on (",
+      mine.data == saved.identity.data ? "it has changed since" : name(saved.identity),
+      "); start another run without --resume");
+}
+
+StateDict make_run_state_dict(Trainer& trainer, const RunState& run, const RunIdentity& identity) {
+  auto state = trainer.state_dict();
+  state.insert_all(get_random_state(), "random.");
+  insert_progress(state, run);
+  state.insert("train.ranks", int64_t{get_world_size()});
+  state.insert(
+      "train.mesh", identity.config.mesh.value_or(MeshShape{.shard = get_world_size()}).str());
+  for_each_option([&](const char* name, auto in, bool) {
+    state.insert(config_key(name), in(identity.config));
+  });
+  state.insert("data.path", identity.data);
+  state.insert("data.fingerprint", identity.fingerprint);
+  return state;
+}
+
+void load_run(const SavedRun& saved, Trainer& trainer, RunState& run) {
+  auto state = trainer.state_dict();
+  insert_progress(state, run);
+  load(state, saved.path);
+  trainer.set_state_dict(state);
+  if (saved.ranks == get_world_size()) { // each rank has its own, so it fits no other number
+    StateDict random;
+    random.insert_all(get_random_state(), "random.");
+    load(random, saved.path, {.strict = false}); // saved on other devices, it has others
+    set_random_state(random.below("random."));
+  }
+  run.step = value_of<int64_t>(state, "train.step", saved.path);
+  run.first_loss = value_of<double>(state, "train.first_loss", saved.path);
+}
+
+} // namespace fsdp::cli

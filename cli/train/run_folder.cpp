@@ -1,0 +1,137 @@
+#include "cli/train/run_folder.h"
+
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstring>
+#include <ctime>
+
+#include <fsdp/distributed.h>
+
+#include "cli/check.h"
+#include "cli/report/report.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+constexpr int64_t kLongestText = 1024;
+
+/// What rank 0 says, as far as it fits. Collective.
+std::string from_first_rank(std::string text, const std::string& device) {
+  text.resize(kLongestText); // ends with a zero, at least one
+  text.back() = '\0';
+  const auto bytes = torch::from_blob(text.data(), {kLongestText}, torch::kByte);
+  const auto shared = bytes.to(torch::Device(device), /*non_blocking=*/false, /*copy=*/true);
+  default_group().broadcast(shared, 0);
+  bytes.copy_(shared);
+  return text.c_str();
+}
+
+/// runs/<date and time>, by the clock of rank 0. Collective.
+std::string new_run_folder(const std::string& device) {
+  char text[16] = {};
+  const auto now = std::time(nullptr);
+  tm local{};
+  std::strftime(text, sizeof(text), "%Y%m%d-%H%M%S", localtime_r(&now, &local));
+  return "runs/" + from_first_rank(text, device);
+}
+
+/// With all folders above it. By hand: see corpus.cpp.
+void make_folders(const std::string& path) {
+  for (size_t end = path.find('/', 1);; end = path.find('/', end + 1)) {
+    const auto part = path.substr(0, end);
+    struct stat info{};
+    const bool made = mkdir(part.c_str(), 0777) == 0;
+    const int error = errno;
+    if (!made && !(stat(part.c_str(), &info) == 0 && S_ISDIR(info.st_mode))) {
+      throw CheckpointError(
+          {__func__, __FILE__, __LINE__},
+          c10::str(part, " cannot be made a folder: ", std::strerror(error)));
+    }
+    if (end == std::string::npos) {
+      return;
+    }
+  }
+}
+
+} // namespace
+
+RunFolder::RunFolder(
+    const TrainOptions& options, const Plan& plan, c10::Device device, int64_t before)
+    : options_(options) {
+  if (!options.saves()) {
+    return;
+  }
+  path_ = options.run.empty() ? new_run_folder(options.identity.config.device) : options.run;
+  series_.emplace(checkpoints_of(path_), options.keep);
+  std::string failure;
+  if (get_rank() == 0) {
+    try {
+      make_folders(path_);
+      const std::filesystem::path folder = path_;
+      write_file(folder / kConfigFile, resolved(options).dump(2) + "\n");
+      write_file(folder / kGroupsFile, groups_json(plan).dump(1) + "\n");
+      metrics_.emplace(folder / kMetricsFile, before);
+    } catch (const CheckpointError& error) {
+      failure = error.what_without_backtrace();
+    }
+  }
+  // Every rank ends alike, rather than waiting for rank 0.
+  failure = from_first_rank(failure, options.identity.config.device);
+  if (!failure.empty()) {
+    throw CheckpointError({__func__, __FILE__, __LINE__}, failure);
+  }
+  trace_.emplace(path_, before, options.identity.config.steps, device);
+}
+
+void RunFolder::before_step(int64_t step) {
+  if (trace_) {
+    trace_->begin_step(step + 1);
+  }
+}
+
+void RunFolder::add(const StepRecord& record) {
+  if (metrics_) {
+    metrics_->add(to_json(record));
+  }
+}
+
+void RunFolder::add(const Validation& validation) {
+  if (metrics_) {
+    metrics_->add(to_json(validation));
+  }
+}
+
+void RunFolder::after_step(Trainer& trainer, const RunState& run) {
+  const auto every = options_.save_every;
+  if (series_ && every > 0 && run.step % every == 0 && run.step < options_.identity.config.steps) {
+    series_->async_save(run.step, make_run_state_dict(trainer, run, options_.identity));
+  }
+}
+
+void RunFolder::at_end(Trainer& trainer, const RunState& run) {
+  if (trace_) {
+    trace_->end();
+  }
+  if (series_) {
+    series_->save(run.step, make_run_state_dict(trainer, run, options_.identity));
+  }
+}
+
+void RunFolder::report() {
+  if (metrics_) {
+    write_report(path_);
+  }
+}
+
+std::string RunFolder::latest() const {
+  const auto found = series_ ? series_->latest() : std::nullopt;
+  return found ? found->string() : "";
+}
+
+std::vector<double> RunFolder::earlier_losses() const {
+  return metrics_ ? metrics_->earlier_losses() : std::vector<double>();
+}
+
+} // namespace fsdp::cli

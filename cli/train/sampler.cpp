@@ -1,0 +1,49 @@
+#include "cli/train/sampler.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <algorithm>
+#include <vector>
+
+#include <fsdp/redistribute.h>
+
+namespace fsdp::cli {
+
+namespace {
+
+constexpr int64_t kBytes = 256; // tokens that mean something
+
+torch::Tensor scores_behind(Transformer& model, const torch::Tensor& tokens) {
+  auto scores = model(tokens.unsqueeze(0)).select(0, 0).select(0, -1);
+  if (model->tensor_mesh) {
+    scores = redistribute(scores, *model->tensor_mesh, Shard{0}, Replicate{});
+  }
+  return scores.narrow(0, 0, kBytes).to(torch::kCPU, torch::kFloat);
+}
+
+} // namespace
+
+std::string sample(Transformer& model, const std::string& prompt, const SampleOptions& options) {
+  const torch::NoGradGuard no_grad;
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(options.seed);
+  std::vector<int64_t> tokens;
+  for (const char c : prompt.empty() ? "\n" : prompt) { // something to go on from
+    tokens.push_back(static_cast<unsigned char>(c));
+  }
+  for (int64_t i = 0; i < options.count; ++i) {
+    // One text is enough: the others' company needs the last token alone.
+    const auto most = options.wanted ? options.context : 1;
+    const auto length = std::min(most, static_cast<int64_t>(tokens.size()));
+    const auto last = torch::tensor(std::vector<int64_t>(tokens.end() - length, tokens.end()));
+    const auto scores = scores_behind(model, last.to(options.device));
+    const auto next = options.temperature == 0
+                          ? scores.argmax()
+                          : torch::multinomial(
+                                torch::softmax(scores / options.temperature, -1), 1,
+                                /*replacement=*/true, generator);
+    tokens.push_back(next.item<int64_t>());
+  }
+  return {tokens.begin() + (prompt.empty() ? 1 : 0), tokens.end()};
+}
+
+} // namespace fsdp::cli

@@ -1,0 +1,258 @@
+// `fsdp train`: trains a language model over several ranks.
+#include <signal.h>
+#include <stdlib.h>
+
+#include <atomic>
+#include <chrono>
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <fsdp/distributed.h>
+#include <fsdp/launch.h>
+#include <fsdp/trace.h>
+
+#include "cli/check.h"
+#include "cli/command.h"
+#include "cli/train/corpus.h"
+#include "cli/train/narrator.h"
+#include "cli/train/options.h"
+#include "cli/train/plan.h"
+#include "cli/train/run_checkpoint.h"
+#include "cli/train/run_folder.h"
+#include "cli/train/signals.h"
+#include "cli/train/trainer.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+constexpr int64_t kSampleBytes = 240;
+
+/// A world that this process joins by itself; not inside run_ranks.
+struct Joined {
+  explicit Joined(const InitOptions& options) {
+    init_process_group(options);
+  }
+  ~Joined() {
+    destroy_process_group();
+  }
+  Joined(const Joined&) = delete;
+  Joined& operator=(const Joined&) = delete;
+};
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+StepRecord make_record(
+    const StepResult& result,
+    int64_t done,
+    double seconds,
+    double exposed_s,
+    const TrainConfig& config) {
+  const auto tokens = config.batch * config.context;
+  return {
+      .step = done,
+      .loss = result.loss,
+      .grad_norm = result.grad_norm,
+      .lr = result.lr,
+      .skipped = result.skipped,
+      .tokens = done * tokens,
+      .seconds = seconds,
+      .tokens_per_s = static_cast<double>(tokens) / seconds,
+      .exposed_s = exposed_s,
+      .memory = result.memory};
+}
+
+Validation validate(Trainer& trainer, int64_t step) {
+  return {
+      .step = step,
+      .loss = trainer.validation_loss(),
+      .byte_frequency_loss = trainer.corpus().byte_frequency_loss()};
+}
+
+/// Steps until the run is done; or a signal came to any rank, and this is it.
+int train_steps(
+    const TrainOptions& options,
+    Trainer& trainer,
+    RunState& run,
+    RunFolder& folder,
+    Narrator& narrator,
+    std::vector<double>& losses) {
+  const auto& config = options.identity.config;
+  WaitTimer waited;
+  while (run.step < config.steps) {
+    folder.before_step(run.step);
+    const auto start = std::chrono::steady_clock::now();
+    waited.reset();
+    const auto result = trainer.step(run.step, StopSignals::asked());
+    run.add(result.loss);
+    losses.push_back(result.loss);
+    const auto record =
+        make_record(result, run.step, seconds_since(start), waited.seconds(), config);
+    folder.add(record);
+    narrator.step(record);
+    if (result.asked != 0) {
+      return result.asked;
+    }
+    folder.after_step(trainer, run);
+    const auto every = options.validate_every;
+    if (every > 0 && run.step % every == 0 && run.step < config.steps) {
+      const auto validation = validate(trainer, run.step);
+      folder.add(validation);
+      narrator.validation(validation);
+    }
+  }
+  return 0;
+}
+
+/// The whole run, as one rank of it; rank 0 tells about it. The exit code.
+int train_rank(
+    const TrainOptions& options, const Corpus& corpus, const std::optional<SavedRun>& saved) {
+  const auto& config = options.identity.config;
+  Trainer trainer(config, corpus);
+  RunState run;
+  if (saved) {
+    load_run(*saved, trainer, run);
+  }
+  const auto plan = make_plan(config, *config.mesh);
+  RunFolder folder(options, plan, trainer.device(), run.step);
+  Narrator narrator(options, /*speaks=*/get_rank() == 0);
+  narrator.plan(plan, trainer.shard_bytes(), default_group().backend_name());
+  narrator.text(corpus);
+  if (saved) {
+    narrator.resumed(*saved);
+  }
+  narrator.begin(run.step);
+  auto losses = folder.earlier_losses();
+  const int signal = train_steps(options, trainer, run, folder, narrator, losses);
+  const auto seconds = narrator.seconds();
+  folder.at_end(trainer, run);
+  if (signal != 0) { // whoever asked does not want to wait for more
+    narrator.stopped(signal == SIGINT ? "SIGINT" : "SIGTERM", run.step);
+  } else {
+    const auto validation = validate(trainer, run.step);
+    folder.add(validation);
+    narrator.curve(losses);
+    narrator.result(
+        {.first_loss = run.first_loss,
+         .last_loss = run.mean_of_last(),
+         .num_last = run.num_last(),
+         .validation = validation,
+         .seconds = seconds});
+    if (narrator.wants_sample()) { // generating is collective
+      const auto prompt = corpus.prompt();
+      narrator.sample(prompt, trainer.generate(prompt, kSampleBytes));
+    }
+  }
+  folder.report();
+  if (folder.exists()) {
+    narrator.saved(folder.path(), folder.latest(), run.step);
+  }
+  return signal == 0 ? 0 : 128 + signal;
+}
+
+/// NaN stops every rank at the same step, so none has to be released from a
+/// collective: rank 0 says why, and all give the same exit code.
+int try_train_rank(
+    const TrainOptions& options, const Corpus& corpus, const std::optional<SavedRun>& saved) {
+  try {
+    return train_rank(options, corpus, saved);
+  } catch (const NonFiniteError& error) {
+    if (get_rank() == 0) {
+      std::cerr << "\nfsdp: " << error.what_without_backtrace()
+                << (options.save_every > 0 ? "; checkpoints from before it are in the run's folder"
+                                           : "")
+                << std::endl;
+    }
+    return kNonFinite;
+  }
+}
+
+/// As the same file is called from any folder; as it is where there is none.
+std::string absolute_path(const std::string& path) {
+  const std::unique_ptr<char, decltype(&std::free)> real(
+      realpath(path.c_str(), nullptr), &std::free);
+  return real ? real.get() : path;
+}
+
+/// Builds the model as rank 0 of as many ranks as it shall be, without its memory.
+int dry_run(TrainOptions& options) {
+  const auto mesh = resolve_mesh(options, std::nullopt, std::nullopt);
+  auto& config = options.identity.config;
+  const Joined joined({.backend = "fake", .rank = 0, .world_size = static_cast<int>(mesh.ranks())});
+  const auto model = build_sharded(config, TrainMesh(mesh, c10::kCPU));
+  int64_t shard_bytes = 0;
+  for (const auto& param : model->parameters()) {
+    shard_bytes += static_cast<int64_t>(param.nbytes());
+  }
+  Narrator(options, /*speaks=*/true).plan(make_plan(config, mesh), shard_bytes, "no network");
+  return 0;
+}
+
+int train(TrainOptions options) {
+  auto& identity = options.identity;
+  auto& config = identity.config;
+  check_together(options);
+  resolve_model(options);
+  if (options.dry_run) {
+    return dry_run(options);
+  }
+  std::optional<SavedRun> saved;
+  if (!options.resume.empty()) {
+    saved = find_saved_run(options.resume);
+    adopt_options(identity, *saved, options.given);
+    if (saved->is_latest && options.run.empty()) {
+      options.run = options.resume;
+    }
+  }
+  const bool launched = is_launched();
+  if (launched) { // how many ranks is known only after all have met
+    check(config, MeshShape{});
+  } else {
+    resolve_mesh(options, saved, std::nullopt);
+  }
+  const auto corpus =
+      identity.data.empty() ? Corpus::libtorch_headers() : Corpus::read(identity.data);
+  corpus.check_context(config.context);
+  identity.data = identity.data.empty() ? "" : absolute_path(identity.data);
+  identity.fingerprint = corpus.fingerprint();
+  if (saved) {
+    check_text(identity, *saved);
+  }
+  const StopSignals signals;
+  if (launched) {
+    const Joined joined({.backend = options.device == "cpu" ? "gloo" : ""});
+    resolve_mesh(options, saved, get_world_size());
+    return try_train_rank(options, corpus, saved);
+  }
+  std::atomic<int> exit_code{0};
+  run_ranks(static_cast<int>(config.mesh->ranks()), [&](int) {
+    exit_code = try_train_rank(options, corpus, saved); // the same on every rank
+  });
+  return exit_code;
+}
+
+} // namespace
+
+void add_train(CLI::App& app, Action& action) {
+  auto* command = app.add_subcommand("train", "Train a language model over several ranks");
+  // Given twice, the last one holds: scripts add to what they were given, and a
+  // --config is in front of the command line.
+  command->option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  auto options = std::make_shared<TrainOptions>();
+  add_options(*command, *options);
+  command->callback([command, options, &action] {
+    for (const auto* option : command->get_options()) {
+      if (option->count() > 0) {
+        options->given.insert(option->get_single_name());
+      }
+    }
+    action = [options] { return train(*options); };
+  });
+}
+
+} // namespace fsdp::cli

@@ -1,0 +1,265 @@
+#include "cli/train/trainer.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <signal.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+
+#include <fsdp/activation_checkpointing.h>
+#include <fsdp/clip_grad_norm.h>
+#include <fsdp/distributed.h>
+#include <fsdp/fully_shard.h>
+#include <fsdp/meta_init.h>
+#include <fsdp/parallel_cross_entropy.h>
+
+#include "cli/check.h"
+#include "cli/train/sampler.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+constexpr int64_t kValidationBatches = 8;
+
+/// This rank's own; ranks take the accelerators of their machine in turn.
+c10::Device pick_device(const std::string& name) {
+  c10::Device device(name);
+  if (device.is_cpu()) {
+    return device;
+  }
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  device.set_index(static_cast<c10::DeviceIndex>(get_local_rank() % guard.deviceCount()));
+  guard.setDevice(device);
+  memory_stats(device);
+  return device;
+}
+
+/// Weight decay pulls at matrices alone, not at the norms.
+Optimizer make_optimizer(const Transformer& model, const TrainConfig& config) {
+  std::vector<torch::Tensor> matrices;
+  std::vector<torch::Tensor> vectors;
+  for (const auto& param : model->parameters()) {
+    (param.dim() > 1 ? matrices : vectors).push_back(param);
+  }
+  const auto options = [&](double weight_decay) {
+    return std::make_unique<torch::optim::AdamWOptions>(
+        torch::optim::AdamWOptions(config.schedule.lr)
+            .betas({config.beta1, config.beta2})
+            .weight_decay(weight_decay));
+  };
+  return Optimizer(std::vector<torch::optim::OptimizerParamGroup>{
+      {matrices, options(config.weight_decay)}, {vectors, options(0)}});
+}
+
+[[noreturn]] void stop_at(int64_t step, const std::string& what) {
+  throw NonFiniteError(
+      {__func__, __FILE__, __LINE__},
+      c10::str(
+          what, " in step ", step + 1,
+          "; try a smaller --lr, a longer --warmup or a --clip, or another --param-dtype"));
+}
+
+} // namespace
+
+double learning_rate(const TrainConfig& config, int64_t step) {
+  return learning_rate(config.schedule, step, config.steps);
+}
+
+Transformer build_sharded(const TrainConfig& config, const TrainMesh& mesh) {
+  Transformer model{nullptr};
+  {
+    const MetaInit on_meta;
+    model = Transformer(config.model);
+  }
+  if (mesh.tensor) {
+    parallelize(model, *mesh.tensor);
+  }
+  FullyShardOptions options{
+      .mesh = mesh.data,
+      .reshard_after_forward = config.reshard_after_forward,
+      .mp_policy = config.precision()};
+  if (config.offload) {
+    options.offload_policy = CPUOffloadPolicy{};
+  }
+  for (auto& layer : model->layers) {
+    if (config.activation_checkpointing) {
+      apply_activation_checkpointing(layer);
+    }
+    fully_shard(layer, options);
+  }
+  fully_shard(model, options);
+  return model;
+}
+
+Trainer::Trainer(const TrainConfig& config, const Corpus& corpus)
+    : config_(config),
+      corpus_(corpus),
+      device_(pick_device(config.device)),
+      mesh_(config.mesh.value_or(MeshShape{.shard = get_world_size()}), device_.type()),
+      model_(build_sharded(config, mesh_)),
+      scaler_({.enabled = config.param_dtype == "fp16"}) {
+  memory_stats(device_); // begins to count, before there is anything
+  to_empty(model_, config.offload ? c10::Device(c10::kCPU) : device_);
+  init_weights(model_, static_cast<uint64_t>(config.seed));
+  for (const auto& item : named_dtensors(model_)) {
+    num_params_ += item.value().numel();
+  }
+  optimizer_.emplace(make_optimizer(model_, config));
+}
+
+StepResult Trainer::step(int64_t step, int asked) {
+  reset_peak_memory_stats(device_);
+  StepResult result;
+  const auto [first, count] = my_rows(config_.batch);
+  const auto loss =
+      accumulate(corpus_.train_rows(config_.seed, step, first, count, config_.context));
+  // Signals travel with the loss: every rank learns of them in the same step.
+  const auto shared = average(torch::stack(
+      {loss, torch::full_like(loss, asked == SIGINT ? 1 : 0),
+       torch::full_like(loss, asked == SIGTERM ? 1 : 0)}));
+  result.loss = shared[0];
+  result.asked = shared[1] > 0 ? SIGINT : shared[2] > 0 ? SIGTERM : 0;
+  if (!std::isfinite(result.loss)) {
+    const auto bad = first_bad(/*gradients=*/false);
+    const auto where = bad.empty() ? ", though all parameters are finite,"
+                                   : ", and the first parameter that is not finite is " + bad + ",";
+    stop_at(step, c10::str("the loss is ", result.loss, where));
+  }
+  if (scaler_.is_enabled()) {
+    scaler_.unscale_(*optimizer_);
+  }
+  result.grad_norm = clip_gradients();
+  if (!std::isfinite(result.grad_norm) && !scaler_.is_enabled()) {
+    stop_at(step, "the first gradient that is not finite is that of " + first_bad(true));
+  }
+  result.lr = learning_rate(config_, step);
+  for (auto& group : optimizer_->param_groups()) {
+    group.options().set_lr(result.lr);
+  }
+  result.skipped = !scaler_.step(*optimizer_);
+  scaler_.update();
+  optimizer_->zero_grad();
+  result.memory = memory_stats(device_);
+  return result;
+}
+
+torch::Tensor Trainer::accumulate(const torch::Tensor& rows) {
+  auto root = FSDPModule::of(model_);
+  const auto parts = rows.chunk(config_.accumulate);
+  auto sum = torch::zeros({}, torch::TensorOptions(device_).dtype(torch::kDouble));
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const bool is_last = i + 1 == parts.size();
+    root.set_requires_gradient_sync(is_last); // gradients are reduced once
+    root.set_is_last_backward(is_last);
+    const auto loss = loss_of(parts[i]) / static_cast<double>(parts.size());
+    sum += loss.detach();
+    scaler_.scale(loss).backward();
+  }
+  return sum;
+}
+
+double Trainer::clip_gradients() {
+  const auto most = config_.clip > 0 ? config_.clip : std::numeric_limits<double>::infinity();
+  // In fp16 it is the scaler that skips such a step. Else it ends the run, and
+  // scaling by a norm that is NaN would hide where it began.
+  const bool must_be_finite = !scaler_.is_enabled();
+  try {
+    return clip_grad_norm_(model_->parameters(), most, 2, must_be_finite).item<double>();
+  } catch (const CommError&) {
+    throw;
+  } catch (const c10::Error&) {
+    return std::numeric_limits<double>::quiet_NaN();
+  }
+}
+
+double Trainer::validation_loss() {
+  const torch::NoGradGuard no_grad;
+  const auto total = kValidationBatches * config_.batch;
+  auto sum = torch::zeros({}, torch::TensorOptions(device_).dtype(torch::kDouble));
+  for (int64_t batch = 0; batch < kValidationBatches; ++batch) {
+    const auto [first, count] = my_rows(config_.batch);
+    sum += loss_of(
+        corpus_.held_out_rows(batch * config_.batch + first, count, total, config_.context));
+  }
+  return average(sum.view({1}) / kValidationBatches)[0];
+}
+
+std::string Trainer::generate(const std::string& prompt, int64_t count) {
+  return sample(
+      model_, prompt,
+      {.count = count,
+       .seed = static_cast<uint64_t>(config_.seed),
+       .context = config_.context,
+       .device = device_,
+       .wanted = mesh_.data_rank == 0});
+}
+
+StateDict Trainer::state_dict() {
+  StateDict state;
+  state.insert_all(get_model_state_dict(model_), "model.");
+  state.insert_all(get_optimizer_state_dict(model_, *optimizer_), "optim.");
+  if (scaler_.is_enabled()) {
+    const auto scaler = scaler_.state();
+    state.insert("scaler.scale", scaler.scale);
+    state.insert("scaler.growth_tracker", scaler.growth_tracker);
+  }
+  return state;
+}
+
+void Trainer::set_state_dict(const StateDict& state) {
+  // The model's tensors are the live ones, filled already. An optimizer that has
+  // not stepped has none yet.
+  set_optimizer_state_dict(model_, *optimizer_, state.below("optim."));
+  if (scaler_.is_enabled()) {
+    scaler_.load_state(
+        {.scale = std::get<double>(state.at("scaler.scale")),
+         .growth_tracker = std::get<int64_t>(state.at("scaler.growth_tracker"))});
+  }
+}
+
+int64_t Trainer::shard_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& param : model_->parameters()) {
+    bytes += static_cast<int64_t>(param.nbytes());
+  }
+  return bytes;
+}
+
+std::pair<int64_t, int64_t> Trainer::my_rows(int64_t total) const {
+  const auto count = total / mesh_.shape.data_ranks();
+  return {count * mesh_.data_rank, count};
+}
+
+torch::Tensor Trainer::loss_of(const torch::Tensor& rows) {
+  const auto here = rows.to(device_);
+  const auto inputs = here.narrow(1, 0, config_.context);
+  const auto targets = here.narrow(1, 1, config_.context).reshape({-1});
+  const auto scores = model_(inputs).flatten(0, 1).to(torch::kFloat);
+  return mesh_.tensor ? parallel_cross_entropy(scores, targets, *mesh_.tensor)
+                      : torch::nn::functional::cross_entropy(scores, targets);
+}
+
+std::vector<double> Trainer::average(const torch::Tensor& values) const {
+  const auto shared = values.to(torch::kDouble, /*non_blocking=*/false, /*copy=*/true);
+  default_group().all_reduce(shared, ReduceOp::Avg);
+  const auto host = shared.to(torch::kCPU);
+  return {host.data_ptr<double>(), host.data_ptr<double>() + host.numel()};
+}
+
+std::string Trainer::first_bad(bool gradients) const {
+  const auto params = model_->named_parameters();
+  auto first = static_cast<int64_t>(params.size());
+  for (int64_t i = first - 1; i >= 0; --i) {
+    const auto& param = params[static_cast<size_t>(i)].value();
+    const auto values = gradients ? param.grad() : param.detach();
+    first = values.defined() && !values.isfinite().all().item<bool>() ? i : first;
+  }
+  const auto shared = torch::full({1}, first, torch::TensorOptions(device_).dtype(torch::kLong));
+  default_group().all_reduce(shared, ReduceOp::Min);
+  const auto found = static_cast<size_t>(shared.item<int64_t>());
+  return found < params.size() ? params[found].key() : "";
+}
+
+} // namespace fsdp::cli
