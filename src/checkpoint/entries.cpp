@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "checkpoint/exchange.h"
 #include "checkpoint/from_rank_0.h"
 #include "module/module_tree.h"
 #include "param/param_placement.h"
@@ -231,7 +232,7 @@ void check(
   add("these have no memory, on the meta device: ", on_meta, "; call fsdp::to_empty first");
   add("", misfits, "");
   TORCH_CHECK_VALUE(
-      text.empty(), "[", function, "] rank ", is_initialized() ? get_rank() : 0, ": ", text,
+      text.empty(), "[", function, "] rank ", current_world().rank, ": ", text,
       ". Nothing was changed");
 }
 
@@ -276,8 +277,7 @@ void agree(
     const std::vector<std::pair<ProcessGroup, at::Device>>& groups,
     const std::exception_ptr& failure,
     int64_t print) {
-  const std::vector<int64_t> mine{
-      failure ? (is_initialized() ? get_rank() : 0) + 1 : 0, print, -print};
+  const std::vector<int64_t> mine{failure ? current_world().rank + 1 : 0, print, -print};
   auto all = at::tensor(mine, at::device(at::kCPU).dtype(at::kLong));
   for (const auto& [group, device] : groups) {
     auto shared = all.to(device);
@@ -335,7 +335,7 @@ void put(const Entry& entry, const Value& value) {
 void fill(const Filling& filling, const StateDict& state, const StateDictOptions& options) {
   const auto* function = filling.function;
   at::NoGradGuard no_grad;
-  const bool broadcast = options.broadcast_from_rank0 && is_initialized() && get_world_size() > 1;
+  const bool broadcast = options.broadcast_from_rank0 && current_world().size > 1;
   const auto described = broadcast ? description_from_rank_0(function, state) : state;
   const auto groups = groups_of(filling.module, broadcast);
   std::vector<Entry> entries;

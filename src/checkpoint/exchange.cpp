@@ -7,10 +7,17 @@
 
 #include <fsdp/distributed.h>
 
+#include "runtime/stream.h"
+
 namespace fsdp::detail {
 
 World current_world() {
   return is_initialized() ? World{get_rank(), get_world_size()} : World{};
+}
+
+c10::Device world_device() {
+  return default_group().backend_name() == "nccl" ? current_device(at::kCUDA)
+                                                  : at::Device(at::kCPU);
 }
 
 std::vector<std::string> gather_texts(const std::string& mine) {
@@ -19,7 +26,7 @@ std::vector<std::string> gather_texts(const std::string& mine) {
     return {mine};
   }
   const auto group = default_group();
-  const auto device = group.backend_name() == "nccl" ? at::kCUDA : at::kCPU;
+  const auto device = world_device();
   const auto gather = [&](const at::Tensor& part) { // on the CPU
     const auto input = part.to(device);
     auto all = at::empty({world.size, part.numel()}, input.options());

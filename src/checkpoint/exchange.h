@@ -1,5 +1,7 @@
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <string>
 #include <vector>
 
@@ -11,6 +13,8 @@ struct World {
   int size = 1;
 };
 World current_world();
+/// Where all ranks communicate; needs a process group.
+c10::Device world_device();
 
 /// The text of each rank of the world. Collective.
 std::vector<std::string> gather_texts(const std::string& mine);

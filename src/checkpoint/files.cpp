@@ -34,6 +34,14 @@ int open_or_throw(const Path& path, int flags, const char* doing) {
   return fd;
 }
 
+struct stat status_of(const Fd& fd, const Path& path) {
+  struct stat status{};
+  if (fstat(fd.get(), &status) != 0) {
+    throw_system_error("looked at", path, errno);
+  }
+  return status;
+}
+
 } // namespace
 
 void throw_system_error(const char* doing, const Path& path, int error) {
@@ -44,11 +52,8 @@ void throw_system_error(const char* doing, const Path& path, int error) {
 
 File File::open(const Path& path) {
   Fd fd(open_or_throw(path, O_RDONLY | O_NONBLOCK, "opened"));
-  struct stat info{};
-  if (fstat(fd.get(), &info) != 0) {
-    throw_system_error("looked at", path, errno);
-  }
-  FSDP_CHECK_AS(CheckpointError, S_ISREG(info.st_mode), path.string(), " is not a file");
+  FSDP_CHECK_AS(
+      CheckpointError, S_ISREG(status_of(fd, path).st_mode), path.string(), " is not a file");
   return {path, std::move(fd)};
 }
 
@@ -59,21 +64,14 @@ File File::create(const Path& path) {
 }
 
 int64_t File::size() const {
-  struct stat info{};
-  if (fstat(fd_.get(), &info) != 0) {
-    throw_system_error("looked at", path_, errno);
-  }
-  return info.st_size;
+  return status_of(fd_, path_).st_size;
 }
 
-std::string File::version() const {
-  struct stat status{};
-  if (fstat(fd_.get(), &status) != 0) {
-    throw_system_error("looked at", path_, errno);
-  }
-  return c10::str(
-      status.st_dev, ':', status.st_ino, ':', status.st_size, ':', status.st_mtim.tv_sec, ':',
-      status.st_mtim.tv_nsec);
+File::Version File::version() const {
+  const auto status = status_of(fd_, path_);
+  return {
+      static_cast<int64_t>(status.st_dev), static_cast<int64_t>(status.st_ino), status.st_size,
+      status.st_mtim.tv_sec, status.st_mtim.tv_nsec};
 }
 
 void File::read(int64_t offset, void* data, int64_t size) const {

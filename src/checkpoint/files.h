@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -30,7 +31,8 @@ class File {
   }
   int64_t size() const;
   /// The same as long as nobody writes to it or puts another one in its place.
-  std::string version() const;
+  using Version = std::array<int64_t, 5>;
+  Version version() const;
   /// All of it, or an error that says how much is missing.
   void read(int64_t offset, void* data, int64_t size) const;
   void write(int64_t offset, const void* data, int64_t size) const;

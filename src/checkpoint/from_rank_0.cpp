@@ -6,7 +6,7 @@
 #include <bit>
 #include <utility>
 
-#include "runtime/stream.h"
+#include "checkpoint/exchange.h"
 
 namespace fsdp::detail {
 
@@ -92,12 +92,7 @@ Value described_value(Words& words) {
 } // namespace
 
 bool is_rank_0() {
-  return !is_initialized() || get_rank() == 0;
-}
-
-at::Device world_device() {
-  return default_group().backend_name() == "nccl" ? current_device(at::kCUDA)
-                                                  : at::Device(at::kCPU);
+  return current_world().rank == 0;
 }
 
 at::Tensor from_rank_0(const at::Tensor& tensor) {

@@ -10,8 +10,6 @@ namespace fsdp::detail {
 
 /// True where there is no world.
 bool is_rank_0();
-/// Where all ranks communicate.
-at::Device world_device();
 
 /// Rank 0's tensor; the others bring one of the same sizes and dtype. Collective.
 at::Tensor from_rank_0(const at::Tensor& tensor);

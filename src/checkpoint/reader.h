@@ -44,7 +44,7 @@ class Reader {
   const Catalog& catalog_;
   const bool verify_;
   std::map<std::string, File> files_;
-  std::map<std::string, std::string> versions_;
+  std::map<std::string, File::Version> versions_;
   std::vector<char> block_;
 };
 

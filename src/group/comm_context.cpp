@@ -53,24 +53,29 @@ void CommContext::add_all_reduce(std::weak_ptr<FSDPParamGroup> group) {
   all_reduces_.push_back(std::move(group));
 }
 
-void CommContext::finish_reduce_scatters(size_t max_left) {
-  while (reduce_scatters_.size() > max_left) {
-    const auto group = reduce_scatters_.front().lock();
-    reduce_scatters_.pop_front();
+namespace {
+
+void finish_oldest(
+    std::deque<std::weak_ptr<FSDPParamGroup>>& queue,
+    size_t max_left,
+    void (FSDPParamGroup::*finish)()) {
+  while (queue.size() > max_left) {
+    const auto group = queue.front().lock();
+    queue.pop_front();
     if (group) {
-      group->finish_reduce_scatter();
+      (*group.*finish)();
     }
   }
 }
 
+} // namespace
+
+void CommContext::finish_reduce_scatters(size_t max_left) {
+  finish_oldest(reduce_scatters_, max_left, &FSDPParamGroup::finish_reduce_scatter);
+}
+
 void CommContext::finish_all_reduces(size_t max_left) {
-  while (all_reduces_.size() > max_left) {
-    const auto group = all_reduces_.front().lock();
-    all_reduces_.pop_front();
-    if (group) {
-      group->finish_all_reduce();
-    }
-  }
+  finish_oldest(all_reduces_, max_left, &FSDPParamGroup::finish_all_reduce);
 }
 
 // ------------------------------------------------------------ Order

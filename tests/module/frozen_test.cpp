@@ -3,7 +3,7 @@
 #include <fsdp/debug.h>
 #include <fsdp/tie_weights.h>
 
-#include "support/sharded.h"
+#include "module/biases_only.h"
 
 namespace fsdp {
 namespace {
@@ -18,40 +18,7 @@ TEST(Training, OnlyBiasesTrainableAndOnlyTheyAreReduced) {
       for (const ReshardAfterForward& reshard :
            {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
         for (const bool freeze_after : {false, true}) {
-          auto net = seeded<Stack>(32);
-          auto reference = seeded<Stack>(32);
-          const auto freeze = [](Stack& each) {
-            for (const auto& item : each->named_parameters()) {
-              item.value().set_requires_grad(item.key().find("bias") != std::string::npos);
-            }
-          };
-          freeze(reference);
-          if (!freeze_after) {
-            freeze(net);
-          }
-          for (auto& mlp : net->mlps) {
-            fully_shard(mlp, {.reshard_after_forward = reshard});
-          }
-          fully_shard(net, {.reshard_after_forward = reshard});
-          freeze(net);
-          CommDebugMode comm;
-          train_and_compare(
-              net, reference,
-              [&](Stack& each, int step) {
-                comm.clear();
-                return each(random_batch(step, {2, 32})).sum();
-              },
-              3);
-          EXPECT_EQ(comm.count("reduce_scatter"), 3);
-          EXPECT_EQ(comm.bytes("reduce_scatter"), 3 * 4 * (128 + 32));
-          // During backward, not at its end: that goes the other way round.
-          EventLog log;
-          net(random_batch(0, {2, 32})).sum().backward();
-          std::string order;
-          for (const auto& event : log.events()) {
-            order += event.kind == EventLog::Kind::PostBackward ? event.module : "";
-          }
-          EXPECT_EQ(order, "210");
+          train_biases_only(reshard, freeze_after);
         }
       }
     });

@@ -2,9 +2,9 @@
 #include <fsdp/activation_checkpointing.h>
 #include <fsdp/clip_grad_norm.h>
 #include <fsdp/debug.h>
-#include <fsdp/extension.h>
 #include <fsdp/memory.h>
 
+#include "support/plain_extension.h"
 #include "support/sharded.h"
 
 namespace fsdp::test {
@@ -352,20 +352,13 @@ TEST(Hsdp, OffloadedAndInLowPrecision) {
 }
 
 TEST(Hsdp, ExtensionsAreGivenTheShardsMesh) {
-  struct Plain : AllGatherExtension {
+  struct Plain : PlainExtension {
     AllGatherPayload pre_all_gather(
         const torch::Tensor& shard, const AllGatherInfo& info) override {
       EXPECT_EQ(info.mesh.ndim(), 1);
       EXPECT_EQ(info.mesh.size(), 4);
       ++calls;
-      return {{shard}};
-    }
-    void post_all_gather(
-        const std::vector<torch::Tensor>& outputs,
-        const std::any&,
-        const AllGatherInfo& info,
-        torch::Tensor& out) override {
-      out.copy_(outputs[0].narrow(0, 0, info.sizes[0]));
+      return PlainExtension::pre_all_gather(shard, info);
     }
     int calls = 0;
   };

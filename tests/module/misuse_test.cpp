@@ -6,6 +6,7 @@
 #include <fsdp/tie_weights.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include "support/plain_extension.h"
 #include "support/sharded.h"
 
 namespace fsdp {
@@ -383,29 +384,16 @@ TEST(Misuse, AGroupOfEmptyParameters) {
 
 // ------------------------------------------------------------ Extensions
 
-struct Plain : AllGatherExtension {
-  AllGatherPayload pre_all_gather(const torch::Tensor& shard, const AllGatherInfo&) override {
-    return {{shard}};
-  }
-  void post_all_gather(
-      const std::vector<torch::Tensor>& outputs,
-      const std::any&,
-      const AllGatherInfo& info,
-      torch::Tensor& out) override {
-    out.copy_(outputs[0].narrow(0, 0, info.sizes[0]));
-  }
-};
-
 TEST(Misuse, ExtensionsThatMoveAndGo) {
   run_ranks(2, [](int) {
     auto net = seeded<MLP>(5);
     auto reference = seeded<MLP>(5);
     auto root = fully_shard(net, {.reshard_after_forward = true});
     const auto loss_of = [](MLP& each, int step) { return each(random_batch(step, {2, 5})).sum(); };
-    set_all_gather_extension(net->in_proj->weight, std::make_shared<Plain>());
+    set_all_gather_extension(net->in_proj->weight, std::make_shared<PlainExtension>());
     train_and_compare(net, reference, loss_of, 2);
     set_all_gather_extension(net->in_proj->weight, nullptr);
-    set_all_gather_extension(net->out_proj->weight, std::make_shared<Plain>());
+    set_all_gather_extension(net->out_proj->weight, std::make_shared<PlainExtension>());
     train_and_compare(net, reference, loss_of, 2);
     auto gather = root.unshard(/*async_op=*/true);
     set_all_gather_extension(net->out_proj->weight, nullptr);
@@ -428,7 +416,7 @@ TEST(Misuse, AnExtensionBesideNarrowerParameters) {
   run_ranks(1, [](int) {
     Holder<OddImpl> net(std::make_shared<Hooked<OddImpl>>());
     fully_shard(net);
-    set_all_gather_extension(net->wide, std::make_shared<Plain>());
+    set_all_gather_extension(net->wide, std::make_shared<PlainExtension>());
     net(torch::ones({2, 3})).backward();
     EXPECT_SAME(net->wide.grad(), torch::full({4, 3}, 2.0));
   });
