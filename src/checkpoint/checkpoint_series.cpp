@@ -158,7 +158,8 @@ detail::SeriesSteps series_steps(
 } // namespace
 
 CheckpointSeries::CheckpointSeries(std::filesystem::path root, CheckpointSeriesOptions options)
-    : root_(detail::clean_path(root)), options_(options) {
+    : root_(root.lexically_normal()), options_(options) {
+  TORCH_CHECK_VALUE(!root.empty(), "[CheckpointSeries] the folder has no name");
   TORCH_CHECK_VALUE(
       options.keep >= 1, "[CheckpointSeries] keep is ", options.keep, ", not 1 or more");
   TORCH_CHECK_VALUE(
