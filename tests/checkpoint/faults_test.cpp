@@ -1,6 +1,7 @@
 // What can be wrong with a checkpoint, and what can go wrong with a save.
 
 #include <fsdp/checkpoint.h>
+#include <fsdp/checkpoint_tools.h>
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -66,6 +67,31 @@ TEST(BrokenCheckpoint, FlippedBitInTheManifest) {
   text[text.find("\"step\",") + 7] ^= 1; // 5 becomes 4: only the checksum can tell
   set_file_text(path + "/manifest.json", text);
   EXPECT_TRUE(contains(load_error(path), "manifest.json: is damaged"));
+}
+
+/// We do not read it, but other programs do.
+TEST(BrokenCheckpoint, VerifyFindsEveryFlippedBitOfAHeader) {
+  const auto path = temporary_folder() + "/checkpoint";
+  run_ranks(2, [&](int) {
+    StateDict state;
+    state.insert("w", distribute_tensor(torch::ones({4}), world_mesh(), {Shard{0}}));
+    save(state, path);
+  });
+  EXPECT_TRUE(verify_checkpoint(path).problems.empty());
+  const auto file = path + "/rank_00001.safetensors";
+  const auto good = file_text(file);
+  ASSERT_TRUE(contains(good, R"({\"w\":{\"saved_offsets\":[2]}})"));
+  const auto header_bytes = good.size() - 2 * sizeof(float);
+  for (size_t i = 0; i < header_bytes; ++i) {
+    for (int bit = 0; bit < 8; ++bit) {
+      auto bad = good;
+      bad[i] = static_cast<char>(bad[i] ^ (1 << bit));
+      set_file_text(file, bad);
+      const auto problems = verify_checkpoint(path).problems;
+      ASSERT_FALSE(problems.empty()) << "byte " << i << ", bit " << bit;
+      ASSERT_TRUE(contains(problems[0], file));
+    }
+  }
 }
 
 TEST(BrokenCheckpoint, TruncatedFile) {
