@@ -194,11 +194,38 @@ TEST(FailedSave, ARankThatFailsFailsAll) {
 
 TEST(FailedSave, FolderThatCannotBeWritten) {
   expect_save_fails("/proc/fsdp_checkpoint/x", "/proc/fsdp_checkpoint");
-  if (geteuid() != 0) { // root may write anyway
-    const auto folder = temporary_folder();
-    ASSERT_EQ(chmod(folder.c_str(), 0500), 0);
-    expect_save_fails(folder + "/x", "Permission denied");
-    chmod(folder.c_str(), 0700);
+}
+
+/// Root may write anywhere, so a process of nobody's saves.
+TEST(FailedSave, FolderThatMayNotBeWritten) {
+  const auto* given = std::getenv("TEST_FOLDER"); // in that process
+  const auto folder = given ? std::string(given) : temporary_folder();
+  if (!given) {
+    save_samples(2, folder + "/checkpoint", 5);
+    ASSERT_EQ(chmod((folder + "/checkpoint").c_str(), 0755), 0); // whatever the umask
+    ASSERT_EQ(chmod(folder.c_str(), 0555), 0);
+  }
+  expect_ranks_pass(
+      1,
+      [&] {
+        if (geteuid() == 0) {
+          constexpr uid_t kNobody = 65534;
+          ASSERT_EQ(setresuid(kNobody, kNobody, kNobody), 0);
+        }
+        run_ranks(3, [&](int) {
+          const auto state = make_state(samples_1d(), world_mesh(), 6);
+          for (const auto* name : {"/checkpoint", "/new", "/below/new"}) {
+            const auto message = message_of<CheckpointError>([&] { save(state, folder + name); });
+            EXPECT_TRUE(contains(message, "rank 0: " + folder + "/"));
+            EXPECT_TRUE(contains(message, " cannot be made: Permission denied"));
+          }
+        });
+      },
+      [&](int) { return Environment{{"TEST_FOLDER", folder}, {"RANK", ""}, {"WORLD_SIZE", ""}}; });
+  if (!given) {
+    ASSERT_EQ(chmod(folder.c_str(), 0755), 0);
+    EXPECT_EQ(detail::list_folder(folder), std::vector<std::string>{"checkpoint"});
+    expect_loads(2, folder + "/checkpoint", 5);
   }
 }
 
