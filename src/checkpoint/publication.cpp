@@ -14,6 +14,8 @@
 
 namespace fsdp::detail {
 
+bool has_exchange = true;
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -170,7 +172,7 @@ int replace(const Publication& publication, const Path& old) {
   const auto& target = publication.target;
   const auto data = publication.data();
   const auto exchange = [&] { return try_rename(data, target, RENAME_EXCHANGE); };
-  int error = exchange();
+  int error = has_exchange ? exchange() : EINVAL;
   if (error == 0) {
     check_replaced(publication, data, exchange);
   }
@@ -224,9 +226,8 @@ void remove_publication(const Path& folder, const Path& target) {
       newest = name;
     }
   }
-  // Not where the new one has been there, or the removal has begun.
-  const bool is_open = path_exists(folder / "lock") && !path_exists(folder / "done");
-  if (!newest.empty() && is_open && !path_exists(target)) {
+  // Not where the new one has been there: data/ is gone then. It is also the first to go.
+  if (!newest.empty() && path_exists(folder / "data") && !path_exists(target)) {
     const int error = try_rename(folder / newest, target, 0);
     if (error != 0 && !is_occupied(error)) {
       throw_system_error(("put back as " + target.string()).c_str(), folder / newest, error);
