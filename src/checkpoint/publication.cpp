@@ -98,10 +98,42 @@ void check_failed(const Publication& publication) {
       " was removed while ", publication.target.string(), " was being saved");
 }
 
+/// Tells of ranks that have died, so that nobody waits for them until the timeout.
+class DeathWatch {
+ public:
+  explicit DeathWatch(const Publication& publication) : publication_(publication) {}
+
+  /// Throws where some of `ranks`, which are waited for, have been gone for a while: what
+  /// they wrote last may be seen late on network file systems.
+  void check(std::vector<int> ranks) {
+    const auto now = Clock::now();
+    if (!publication_.is_gone || now < next_) {
+      return;
+    }
+    next_ = now + kPause;
+    std::erase_if(ranks, [&](int rank) { return !publication_.is_gone(rank); });
+    if (ranks.empty()) {
+      all_well_ = now;
+    }
+    FSDP_CHECK_AS(
+        CheckpointError, now - all_well_ <= publication_.patience, "rank ", publication_.rank,
+        ": rank ", join(ranks), ranks.size() == 1 ? " is" : " are", " gone, and ",
+        publication_.target.string(), " is not complete");
+  }
+
+ private:
+  static constexpr auto kPause = std::chrono::seconds(1);
+
+  const Publication& publication_;
+  Clock::time_point all_well_ = Clock::now();
+  Clock::time_point next_ = all_well_ + kPause; // most saves are over by then
+};
+
 /// Rank 0: what each rank published.
 std::vector<std::string> wait_for_ranks(const Publication& publication) {
   const auto folder = publication.folder();
   std::vector<int> missing;
+  DeathWatch watch(publication);
   const bool all = poll(timeout_of(publication), [&] {
     check_failed(publication);
     const auto names = list_folder(folder);
@@ -111,6 +143,7 @@ std::vector<std::string> wait_for_ranks(const Publication& publication) {
         missing.push_back(rank);
       }
     }
+    watch.check(missing);
     return missing.empty();
   });
   FSDP_CHECK_AS(
@@ -128,10 +161,12 @@ std::vector<std::string> wait_for_ranks(const Publication& publication) {
 /// The others: until rank 0 is done. They outwait it, who can say who is missing.
 void wait_for_rank0(const Publication& publication) {
   const auto folder = publication.folder();
+  DeathWatch watch(publication);
   const bool done = poll(2 * timeout_of(publication) + std::chrono::seconds(1), [&] {
     const bool found = path_exists(folder / "done");
     if (!found) {
       check_failed(publication);
+      watch.check({0});
     }
     return found;
   });

@@ -42,6 +42,9 @@ struct Publication {
   bool overwrite = true;
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
   std::shared_ptr<File> lock = nullptr; // rank 0
+  /// Whether a rank has died: it is waited for no longer than so.
+  std::function<bool(int rank)> is_gone = {};
+  std::chrono::milliseconds patience = std::chrono::minutes(1);
 
   Path folder() const;
   Path data() const {
