@@ -58,6 +58,16 @@ std::string json_string(const json& value, const char* what, const std::string& 
   return value.get<std::string>();
 }
 
+std::string json_file_name(const json& value, const char* what, const std::string& file) {
+  auto name = json_string(value, what, file);
+  constexpr std::string_view kNone("/\0", 2);
+  FSDP_CHECK_AS(
+      CheckpointError,
+      !name.empty() && name != "." && name != ".." && name.find_first_of(kNone) == name.npos, file,
+      ": '", name, "' is not the name of a file in this folder");
+  return name;
+}
+
 int64_t json_size(const json& value, const char* what, const std::string& file) {
   FSDP_CHECK_AS(
       CheckpointError,

@@ -176,7 +176,7 @@ class Verifier {
     const bool check = crcs && !crcs->empty();
     for (int64_t done = 0; done < bytes; done += kBlockBytes) {
       const auto size = std::min(kBlockBytes, bytes - done);
-      block_.resize(static_cast<size_t>(kBlockBytes));
+      block_.resize(std::max(block_.size(), static_cast<size_t>(size)));
       file.read(offset + done, block_.data(), size);
       report_.bytes += size;
       report_.unchecked_bytes += check ? 0 : size;
