@@ -190,11 +190,10 @@ TEST_P(KilledReplacement, LeavesOneThatLoads) {
       ++num_gaps;
       const auto left = folder / leftovers(folder).back();
       EXPECT_EQ(loaded_generation(left / "old0"), last);
-      // A later saver puts it back, if it is not killed as well.
-      for (int step = 0; !detail::path_exists(path) && step < 10; ++step) {
-        is_killed_at(step, [&] {
-          detail::remove_leftovers(folder, "checkpoint.tmp-", detail::changed_at(left) + 100);
-        });
+      // A later saver puts it back, and others if that one is killed as well.
+      const auto now = detail::changed_at(left) + 100;
+      const auto tidy = [&] { detail::remove_leftovers(folder, "checkpoint.tmp-", now); };
+      for (int step = 0; is_killed_at(step, tidy); ++step) {
       }
     }
     const auto found = loaded_generation(path);
