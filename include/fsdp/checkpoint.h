@@ -18,7 +18,8 @@ struct SaveOptions {
   /// Replace a checkpoint that is at `path` already: the old one stays complete
   /// until the new one is.
   bool overwrite = true;
-  /// How long a rank waits for the files of the others.
+  /// How long a rank waits for the files of the others. One whose process has died is
+  /// waited for a minute.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
 };
 

@@ -104,10 +104,7 @@ Catalog open_indexed(const Path& folder) {
   std::map<std::string, std::string> files; // of the tensors
   std::map<std::string, size_t> names;      // of the files
   for (const auto& [name, value] : map.items()) {
-    files[name] = json_string(value, name.c_str(), file);
-    FSDP_CHECK_AS(
-        CheckpointError, files[name].find('/') == std::string::npos, file, ": '", files[name],
-        "' is not a file in this folder");
+    files[name] = json_file_name(value, name.c_str(), file);
     ++names[files[name]];
   }
   Collector collector(folder);

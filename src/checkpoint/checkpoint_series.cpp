@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
-#include <set>
+#include <string>
+#include <vector>
 
 #include <fsdp/checkpoint.h>
 
@@ -44,16 +45,21 @@ int64_t step_of(const std::string& name) {
   return std::stoll(name.substr(prefix.size()));
 }
 
+/// Names of checkpoints, complete or not, sorted.
+std::vector<std::string> names_in(const Path& root) {
+  auto names = detail::list_folder(root);
+  std::erase_if(names, [&](const auto& name) {
+    return step_of(name) < 0 || !detail::path_exists(root / name / detail::kManifestName);
+  });
+  return names;
+}
+
 /// The complete ones, by step.
 std::vector<Saved> complete_ones(const Path& root) {
   std::vector<Saved> found;
-  for (const auto& name : detail::list_folder(root)) {
-    const auto step = step_of(name);
-    if (step < 0 || !detail::path_exists(root / name / detail::kManifestName)) {
-      continue;
-    }
+  for (const auto& name : names_in(root)) {
     try {
-      found.push_back({step, root / name, detail::open_catalog(root / name).time});
+      found.push_back({step_of(name), root / name, detail::open_catalog(root / name).time});
     } catch (const CheckpointError&) { // not complete, or being removed
     }
   }
@@ -95,17 +101,13 @@ void remove_checkpoint(const Path& checkpoint) {
   detail::remove_tree(trash);
 }
 
-/// Returns what it has seen.
-std::set<Path> rotate_once(
-    const Path& root, const Path& checkpoint, const CheckpointSeriesOptions& options) {
+void rotate_once(const Path& root, const Path& checkpoint, const CheckpointSeriesOptions& options) {
   auto saved = complete_ones(root);
   sort_newest_first(saved);
   if (!saved.empty()) {
     set_latest(root, saved[0].path);
   }
-  std::set<Path> seen;
   for (size_t i = 0; i < saved.size(); ++i) {
-    seen.insert(saved[i].path);
     const bool keep = static_cast<int64_t>(i) < options.keep ||
                       (options.keep_every > 0 && saved[i].step % options.keep_every == 0) ||
                       saved[i].path == checkpoint;
@@ -114,7 +116,6 @@ std::set<Path> rotate_once(
     }
   }
   detail::remove_leftovers(root, kPrefix, detail::changed_at(root / "latest"));
-  return seen;
 }
 
 /// Rank 0, after a save. One saver at a time: whoever finds another at it leaves it to
@@ -122,17 +123,17 @@ std::set<Path> rotate_once(
 void rotate(const Path& root, const Path& checkpoint, const CheckpointSeriesOptions& options) {
   try {
     for (bool more = true; more;) {
-      std::set<Path> seen;
+      std::vector<std::string> seen;
       {
         const auto lock = detail::File::create(root / kLockName);
         if (!lock.try_lock() && errno == EWOULDBLOCK) { // or locks are not to be had
           return;
         }
-        seen = rotate_once(root, checkpoint, options);
+        seen = names_in(root);
+        rotate_once(root, checkpoint, options);
       }
-      const auto now = complete_ones(root);
-      more = std::any_of(
-          now.begin(), now.end(), [&](const auto& item) { return !seen.count(item.path); });
+      const auto now = names_in(root);
+      more = !std::includes(seen.begin(), seen.end(), now.begin(), now.end());
     }
   } catch (const std::exception&) { // the checkpoint is in place all the same
     TORCH_WARN(
@@ -158,7 +159,8 @@ detail::SeriesSteps series_steps(
 } // namespace
 
 CheckpointSeries::CheckpointSeries(std::filesystem::path root, CheckpointSeriesOptions options)
-    : root_(detail::clean_path(root)), options_(options) {
+    : root_(root.lexically_normal()), options_(options) {
+  TORCH_CHECK_VALUE(!root.empty(), "[CheckpointSeries] the folder has no name");
   TORCH_CHECK_VALUE(
       options.keep >= 1, "[CheckpointSeries] keep is ", options.keep, ", not 1 or more");
   TORCH_CHECK_VALUE(

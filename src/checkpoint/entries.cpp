@@ -12,10 +12,10 @@
 #include <utility>
 
 #include "base/text.h"
-#include "process_group/exchange.h"
 #include "checkpoint/from_rank_0.h"
 #include "module/module_tree.h"
 #include "param/param_placement.h"
+#include "process_group/exchange.h"
 #include "runtime/stream.h"
 
 namespace fsdp::detail {

@@ -3,8 +3,11 @@
 #include <ATen/ATen.h>
 #include <fsdp/distributed.h>
 
-#include <bit>
+#include <cstring>
 #include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
 
 #include "process_group/exchange.h"
 
@@ -12,81 +15,59 @@ namespace fsdp::detail {
 
 namespace {
 
+using nlohmann::json;
 using Value = StateDict::Value;
 
-/// What describes a state dict, as numbers that can be sent.
-class Words {
- public:
-  Words() = default;
-  explicit Words(const at::Tensor& tensor)
-      : words_(
-            tensor.const_data_ptr<int64_t>(), tensor.const_data_ptr<int64_t>() + tensor.numel()) {}
-  at::Tensor tensor() const {
-    return at::tensor(words_, at::device(at::kCPU).dtype(at::kLong)); // named because of MetaInit
-  }
-  void add(int64_t word) {
-    words_.push_back(word);
-  }
-  template <class Range>
-  void add_all(const Range& range) {
-    add(static_cast<int64_t>(range.size()));
-    words_.insert(words_.end(), range.begin(), range.end());
-  }
-  int64_t next() {
-    return words_.at(position_++);
-  }
-  template <class Range>
-  Range next_all() {
-    Range range;
-    range.resize(static_cast<size_t>(next()));
-    for (auto& item : range) {
-      item = static_cast<typename Range::value_type>(next());
-    }
-    return range;
-  }
-
- private:
-  std::vector<int64_t> words_;
-  size_t position_ = 0;
-};
-
-void describe(const std::string& key, const Value& value, Words& words) {
+/// Of a tensor its dtype and sizes, other values as they are.
+json described(const std::string& key, const Value& value) {
   TORCH_CHECK_VALUE(
       !std::holds_alternative<DTensor>(value), "'", key,
       "' is a DTensor, of which rank 0 has a part only: take the state dict with "
       "full_state_dict, or set it on every rank without broadcast_from_rank0");
-  words.add_all(key);
-  words.add(static_cast<int64_t>(value.index()));
-  if (const auto* tensor = std::get_if<at::Tensor>(&value)) {
-    TORCH_CHECK_VALUE(tensor->defined(), "'", key, "' is an undefined tensor");
-    words.add(static_cast<int64_t>(tensor->scalar_type()));
-    words.add_all(tensor->sizes());
-  } else if (const auto* text = std::get_if<std::string>(&value)) {
-    words.add_all(*text);
-  } else if (const auto* real = std::get_if<double>(&value)) {
-    words.add(std::bit_cast<int64_t>(*real));
-  } else if (const auto* whole = std::get_if<int64_t>(&value)) {
-    words.add(*whole);
-  } else {
-    words.add(std::get<bool>(value) ? 1 : 0);
-  }
+  return std::visit(
+      [&]<class T>(const T& held) -> json {
+        if constexpr (std::is_same_v<T, at::Tensor>) {
+          TORCH_CHECK_VALUE(held.defined(), "'", key, "' is an undefined tensor");
+          return {{"dtype", static_cast<int>(held.scalar_type())}, {"sizes", held.sizes().vec()}};
+        } else if constexpr (!std::is_same_v<T, DTensor>) {
+          return held;
+        }
+        return {};
+      },
+      value);
 }
 
-Value described_value(Words& words) {
-  switch (words.next()) {
-    case 0: {
-      const auto dtype = static_cast<at::ScalarType>(words.next());
-      return at::empty(words.next_all<std::vector<int64_t>>(), at::device(at::kMeta).dtype(dtype));
-    }
-    case 2:
-      return words.next() != 0;
-    case 3:
-      return words.next();
-    case 4:
-      return std::bit_cast<double>(words.next());
-    default:
-      return words.next_all<std::string>();
+Value value_of(const json& description) {
+  if (description.is_object()) {
+    const auto dtype = static_cast<at::ScalarType>(description["dtype"].get<int>());
+    return at::empty(
+        description["sizes"].get<std::vector<int64_t>>(), at::device(at::kMeta).dtype(dtype));
   }
+  if (description.is_boolean()) {
+    return description.get<bool>();
+  }
+  if (description.is_number_float()) {
+    return description.get<double>();
+  }
+  if (description.is_number()) {
+    return description.get<int64_t>();
+  }
+  return description.get<std::string>();
+}
+
+/// Not as text: that has no NaN, and no strings but UTF-8.
+json json_from_rank_0(const json& value) {
+  const auto bytes = json::to_msgpack(value);
+  const auto options = at::device(at::kCPU); // named because of MetaInit
+  const auto size = static_cast<int64_t>(bytes.size());
+  const auto length = from_rank_0(at::full({1}, size, options.dtype(at::kLong))).item<int64_t>();
+  auto sent = at::empty({length}, options.dtype(at::kByte));
+  if (is_rank_0()) {
+    std::memcpy(sent.mutable_data_ptr<uint8_t>(), bytes.data(), bytes.size());
+  }
+  sent = from_rank_0(sent).cpu();
+  const auto* begin = sent.const_data_ptr<uint8_t>();
+  return json::from_msgpack(begin, begin + length);
 }
 
 } // namespace
@@ -104,34 +85,25 @@ at::Tensor from_rank_0(const at::Tensor& tensor) {
 }
 
 StateDict description_from_rank_0(const char* function, const StateDict& state) {
-  Words words;
+  auto items = json::array(); // or an object with the error
   if (is_rank_0()) {
     try {
-      words.add(static_cast<int64_t>(state.size()));
       for (const auto& [key, value] : state) {
-        describe(key, value, words);
+        items.push_back(json::array({key, described(key, value)}));
       }
     } catch (const c10::Error& error) {
-      words = {};
-      words.add(-1);
-      words.add_all(std::string(error.what_without_backtrace()));
+      items = {{"error", error.what_without_backtrace()}};
     }
   }
-  const auto mine = words.tensor();
-  Words count;
-  count.add(mine.numel());
-  const auto numel = from_rank_0(count.tensor()).item<int64_t>();
-  words = Words(from_rank_0(is_rank_0() ? mine : at::empty({numel}, mine.options())).to(at::kCPU));
-  const auto size = words.next();
+  items = json_from_rank_0(items);
   TORCH_CHECK_VALUE(
-      size >= 0, "[", function, "] rank 0: ", words.next_all<std::string>(),
+      items.is_array(), "[", function, "] rank 0: ", items["error"].get<std::string>(),
       ". Nothing was changed");
-  StateDict described;
-  for (int64_t i = 0; i < size; ++i) {
-    auto key = words.next_all<std::string>();
-    described.insert(std::move(key), described_value(words));
+  StateDict result;
+  for (const auto& item : items) {
+    result.insert(item[0].get<std::string>(), value_of(item[1]));
   }
-  return described;
+  return result;
 }
 
 } // namespace fsdp::detail

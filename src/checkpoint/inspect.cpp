@@ -58,7 +58,9 @@ Path find_checkpoint(const Path& path) {
   FSDP_THROW(
       CheckpointError, path.string(), " holds no checkpoint: neither ", kManifestName,
       " nor a safetensors file is in it, nor a complete step_... folder",
-      below.empty() ? "" : "; did you mean " + join(below, " or ") + "?");
+      below.empty() ? "; give the folder of a checkpoint or of a run's checkpoints, a Hugging Face "
+                      "folder, or a safetensors file"
+                    : "; did you mean " + join(below, " or ") + "?");
 }
 
 } // namespace detail

@@ -11,6 +11,10 @@ using nlohmann::json;
 
 json parse_json(std::string_view text, const std::string& file) {
   constexpr int kMaxDepth = 32;
+  // The parser takes it for the end, and what follows would be passed over.
+  FSDP_CHECK_AS(
+      CheckpointError, text.find('\0') == std::string_view::npos, file,
+      ": its JSON is broken: there is a zero byte in it");
   std::vector<std::set<std::string>> keys; // of the objects that are open
   const auto check = [&](int depth, json::parse_event_t event, json& parsed) {
     FSDP_CHECK_AS(CheckpointError, depth <= kMaxDepth, file, ": its JSON is nested too deep");
@@ -52,6 +56,16 @@ const json& json_field(const json& object, const char* key, const std::string& f
 std::string json_string(const json& value, const char* what, const std::string& file) {
   FSDP_CHECK_AS(CheckpointError, value.is_string(), file, ": '", what, "' is not a string");
   return value.get<std::string>();
+}
+
+std::string json_file_name(const json& value, const char* what, const std::string& file) {
+  auto name = json_string(value, what, file);
+  constexpr std::string_view kNone("/\0", 2);
+  FSDP_CHECK_AS(
+      CheckpointError,
+      !name.empty() && name != "." && name != ".." && name.find_first_of(kNone) == name.npos, file,
+      ": '", name, "' is not the name of a file in this folder");
+  return name;
 }
 
 int64_t json_size(const json& value, const char* what, const std::string& file) {

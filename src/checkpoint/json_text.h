@@ -20,6 +20,8 @@ std::string json_text(const nlohmann::json& value, const std::string& file);
 const nlohmann::json& json_field(
     const nlohmann::json& object, const char* key, const std::string& file);
 std::string json_string(const nlohmann::json& value, const char* what, const std::string& file);
+/// A string that names a file in the same folder.
+std::string json_file_name(const nlohmann::json& value, const char* what, const std::string& file);
 /// A number that is no less than 0 and fits.
 int64_t json_size(const nlohmann::json& value, const char* what, const std::string& file);
 std::vector<int64_t> json_sizes(

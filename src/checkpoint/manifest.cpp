@@ -18,13 +18,6 @@ using nlohmann::json;
 constexpr const char* kFormat = "fsdp.checkpoint";
 constexpr int64_t kVersion = 1;
 
-/// The manifest's beginning: a checksum of the rest.
-std::string checksum_field(std::string_view rest) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "{\"crc32c\":\"%08x\",", crc32c(rest.data(), rest.size()));
-  return text;
-}
-
 json value_json(const StoredValue& value) {
   return std::visit(
       [](const auto& held) -> json {
@@ -65,12 +58,7 @@ StoredValue parse_value(const json& value, const std::string& where) {
 
 StoredPiece parse_piece(const json& value, const StoredTensor& tensor, const std::string& where) {
   StoredPiece piece;
-  piece.file = json_string(json_field(value, "file", where), "file", where);
-  FSDP_CHECK_AS(
-      CheckpointError,
-      !piece.file.empty() && piece.file != ".." && piece.file.find('/') == std::string::npos &&
-          piece.file.find('\0') == std::string::npos,
-      where, ": '", piece.file, "' is not the name of a file in this folder");
+  piece.file = json_file_name(json_field(value, "file", where), "file", where);
   piece.offset = json_size(json_field(value, "offset", where), "offset", where);
   piece.box.offsets = json_sizes(json_field(value, "offsets", where), "offsets", where);
   piece.box.sizes = json_sizes(json_field(value, "sizes", where), "sizes", where);
@@ -114,6 +102,12 @@ StoredTensor parse_tensor(const json& value, const std::string& file) {
 
 } // namespace
 
+std::string manifest_checksum(std::string_view rest) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "{\"crc32c\":\"%08x\",", crc32c(rest.data(), rest.size()));
+  return text;
+}
+
 std::string manifest_text(const Catalog& catalog, const std::string& file) {
   auto tensors = json::array();
   for (const auto& tensor : catalog.tensors) {
@@ -145,16 +139,16 @@ std::string manifest_text(const Catalog& catalog, const std::string& file) {
        {"tensors", std::move(tensors)},
        {"values", std::move(values)}},
       file);
-  return checksum_field(std::string_view(body).substr(1)) + body.substr(1);
+  return manifest_checksum(std::string_view(body).substr(1)) + body.substr(1);
 }
 
 Catalog read_manifest(const Path& path) {
   const auto text = read_text(path);
-  const auto length = checksum_field("").size();
+  const auto length = manifest_checksum("").size();
   FSDP_CHECK_AS(
       CheckpointError,
       text.size() > length &&
-          text.compare(0, length, checksum_field(std::string_view(text).substr(length))) == 0,
+          text.compare(0, length, manifest_checksum(std::string_view(text).substr(length))) == 0,
       path.string(), ": is damaged: it does not match its checksum");
   return parse_manifest(text, path.string());
 }

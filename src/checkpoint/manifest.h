@@ -18,6 +18,8 @@ inline constexpr const char* kManifestName = "manifest.json";
 // Lists keep the order of the state dict. Each rank's part of it, which rank 0
 // merges, has the same form.
 
+/// The first bytes of a manifest, of which `rest` follows.
+std::string manifest_checksum(std::string_view rest);
 std::string manifest_text(const Catalog& catalog, const std::string& file);
 /// Checks the form, not yet the coverage nor that the files are there.
 Catalog parse_manifest(std::string_view text, const std::string& file);

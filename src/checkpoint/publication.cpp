@@ -14,6 +14,8 @@
 
 namespace fsdp::detail {
 
+bool has_exchange = true;
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -96,10 +98,42 @@ void check_failed(const Publication& publication) {
       " was removed while ", publication.target.string(), " was being saved");
 }
 
+/// Tells of ranks that have died, so that nobody waits for them until the timeout.
+class DeathWatch {
+ public:
+  explicit DeathWatch(const Publication& publication) : publication_(publication) {}
+
+  /// Throws where some of `ranks`, which are waited for, have been gone for a while: what
+  /// they wrote last may be seen late on network file systems.
+  void check(std::vector<int> ranks) {
+    const auto now = Clock::now();
+    if (!publication_.is_gone || now < next_) {
+      return;
+    }
+    next_ = now + kPause;
+    std::erase_if(ranks, [&](int rank) { return !publication_.is_gone(rank); });
+    if (ranks.empty()) {
+      all_well_ = now;
+    }
+    FSDP_CHECK_AS(
+        CheckpointError, now - all_well_ <= publication_.patience, "rank ", publication_.rank,
+        ": rank ", join(ranks), ranks.size() == 1 ? " is" : " are", " gone, and ",
+        publication_.target.string(), " is not complete");
+  }
+
+ private:
+  static constexpr auto kPause = std::chrono::seconds(1);
+
+  const Publication& publication_;
+  Clock::time_point all_well_ = Clock::now();
+  Clock::time_point next_ = all_well_ + kPause; // most saves are over by then
+};
+
 /// Rank 0: what each rank published.
 std::vector<std::string> wait_for_ranks(const Publication& publication) {
   const auto folder = publication.folder();
   std::vector<int> missing;
+  DeathWatch watch(publication);
   const bool all = poll(timeout_of(publication), [&] {
     check_failed(publication);
     const auto names = list_folder(folder);
@@ -109,6 +143,7 @@ std::vector<std::string> wait_for_ranks(const Publication& publication) {
         missing.push_back(rank);
       }
     }
+    watch.check(missing);
     return missing.empty();
   });
   FSDP_CHECK_AS(
@@ -126,10 +161,12 @@ std::vector<std::string> wait_for_ranks(const Publication& publication) {
 /// The others: until rank 0 is done. They outwait it, who can say who is missing.
 void wait_for_rank0(const Publication& publication) {
   const auto folder = publication.folder();
+  DeathWatch watch(publication);
   const bool done = poll(2 * timeout_of(publication) + std::chrono::seconds(1), [&] {
     const bool found = path_exists(folder / "done");
     if (!found) {
       check_failed(publication);
+      watch.check({0});
     }
     return found;
   });
@@ -170,7 +207,7 @@ int replace(const Publication& publication, const Path& old) {
   const auto& target = publication.target;
   const auto data = publication.data();
   const auto exchange = [&] { return try_rename(data, target, RENAME_EXCHANGE); };
-  int error = exchange();
+  int error = has_exchange ? exchange() : EINVAL;
   if (error == 0) {
     check_replaced(publication, data, exchange);
   }
@@ -224,9 +261,8 @@ void remove_publication(const Path& folder, const Path& target) {
       newest = name;
     }
   }
-  // Not where the new one has been there, or the removal has begun.
-  const bool is_open = path_exists(folder / "lock") && !path_exists(folder / "done");
-  if (!newest.empty() && is_open && !path_exists(target)) {
+  // Not where the new one has been there: data/ is gone then. It is also the first to go.
+  if (!newest.empty() && path_exists(folder / "data") && !path_exists(target)) {
     const int error = try_rename(folder / newest, target, 0);
     if (error != 0 && !is_occupied(error)) {
       throw_system_error(("put back as " + target.string()).c_str(), folder / newest, error);

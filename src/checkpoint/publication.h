@@ -24,7 +24,7 @@ namespace fsdp::detail {
 // after which the old one is removed. So at any moment TARGET is a complete
 // checkpoint, the old one or the new one, whoever is killed. Only where a file
 // system cannot exchange (some network ones) there is a moment without: the old
-// one is then TARGET.tmp-ID/old0, from where it goes back before the rest is removed.
+// one is then TARGET.tmp-ID/old0, beside data/, and goes back before these are removed.
 //
 // The ranks communicate by these files alone, so that a save may go on in a thread
 // of its own while the ranks' collectives are about something else.
@@ -42,6 +42,9 @@ struct Publication {
   bool overwrite = true;
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
   std::shared_ptr<File> lock = nullptr; // rank 0
+  /// Whether a rank has died: it is waited for no longer than so.
+  std::function<bool(int rank)> is_gone = {};
+  std::chrono::milliseconds patience = std::chrono::minutes(1);
 
   Path folder() const;
   Path data() const {
@@ -78,6 +81,9 @@ void give_up(const Publication& publication, const std::string& reason);
 /// Removes what dead saves have left of TARGETs in `parent` whose names begin so.
 /// `now` is a time of that file system.
 void remove_leftovers(const Path& parent, const std::string& name_begin, int64_t now);
+
+/// For tests: false is as on a file system that cannot exchange.
+extern bool has_exchange;
 
 /// "rank_00003"
 std::string rank_name(int rank);

@@ -9,6 +9,7 @@
 #include "checkpoint/find_checkpoint.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/writer.h"
 
 namespace fsdp {
 
@@ -133,24 +134,35 @@ class Verifier {
 
   /// We read by the manifest, other programs by the files' headers.
   void compare_header(const File& file, const std::vector<PieceOf>& pieces) {
+    const auto name = file.path().string();
+    const auto header = read_safetensors(file);
     std::map<std::string, SafetensorsEntry> entries;
-    for (auto& entry : read_safetensors(file).entries) {
+    for (const auto& entry : header.entries) {
       entries[entry.name] = entry;
     }
+    std::map<std::string, std::vector<int64_t>> offsets;
     for (const auto& [tensor, piece] : pieces) {
+      offsets[tensor->name] = piece->box.offsets;
       const auto found = entries.find(tensor->name);
       if (found == entries.end() || found->second.offset != piece->offset ||
           found->second.dtype != tensor->dtype || found->second.sizes != piece->box.sizes) {
         problem(
-            file.path().string(), ", tensor '", tensor->name,
+            name, ", tensor '", tensor->name,
             "': the file's header says otherwise than the manifest");
       }
       if (found != entries.end()) {
         entries.erase(found);
       }
     }
-    for (const auto& [name, entry] : entries) {
-      problem(file.path().string(), ", tensor '", name, "': is not in the manifest");
+    for (const auto& [tensor, entry] : entries) {
+      problem(name, ", tensor '", tensor, "': is not in the manifest");
+    }
+    // Where in the whole tensors the pieces lie, as torch's distributed checkpoint reads it.
+    for (const auto& [key, text] : shard_header({}, offsets, name).metadata) {
+      const auto found = header.metadata.find(key);
+      if (found == header.metadata.end() || found->second != text) {
+        problem(name, ": the header's ", key, " is not that of the manifest's pieces");
+      }
     }
   }
 
@@ -164,7 +176,7 @@ class Verifier {
     const bool check = crcs && !crcs->empty();
     for (int64_t done = 0; done < bytes; done += kBlockBytes) {
       const auto size = std::min(kBlockBytes, bytes - done);
-      block_.resize(static_cast<size_t>(kBlockBytes));
+      block_.resize(std::max(block_.size(), static_cast<size_t>(size)));
       file.read(offset + done, block_.data(), size);
       report_.bytes += size;
       report_.unchecked_bytes += check ? 0 : size;

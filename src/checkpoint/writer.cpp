@@ -154,6 +154,7 @@ SaveJob begin_save(const StateDict& state, const Path& path, const SaveOptions& 
   publication.world_size = world.size;
   publication.overwrite = options.overwrite;
   publication.timeout = options.timeout;
+  publication.is_gone = watch_ranks();
   // What one rank alone finds wrong has to reach the others.
   PlanRequest request;
   Greeting mine;

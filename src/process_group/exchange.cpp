@@ -7,6 +7,8 @@
 
 #include <fsdp/distributed.h>
 
+#include "process_group/liveness.h"
+#include "process_group/rank_context.h"
 #include "runtime/stream.h"
 
 namespace fsdp::detail {
@@ -18,6 +20,15 @@ World current_world() {
 c10::Device world_device() {
   return default_group().backend_name() == "nccl" ? current_device(at::kCUDA)
                                                   : at::Device(at::kCPU);
+}
+
+std::function<bool(int rank)> watch_ranks() {
+  const auto context = current_context();
+  const auto liveness = context ? context->factory->liveness() : nullptr;
+  if (!liveness) {
+    return {};
+  }
+  return [liveness](int rank) { return !liveness->answers(rank); };
 }
 
 std::vector<std::string> gather_texts(const std::string& mine) {

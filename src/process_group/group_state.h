@@ -13,6 +13,7 @@
 namespace fsdp::detail {
 
 class BackendFactory;
+class Liveness;
 
 /// What the copies of a ProcessGroup share.
 struct GroupState {
@@ -35,6 +36,10 @@ class BackendFactory : public std::enable_shared_from_this<BackendFactory> {
   /// After a failed collective: which peers are gone, as a sentence, or "".
   virtual std::string diagnose() {
     return "";
+  }
+  /// Tells which ranks are gone; null where a rank that is gone fails the others by itself.
+  virtual std::shared_ptr<Liveness> liveness() const {
+    return nullptr;
   }
 
  protected:

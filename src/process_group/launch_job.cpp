@@ -31,7 +31,7 @@ constexpr const char* kShape = "shape";
 void wait_for_node_0(const detail::Endpoint& master, const std::function<bool()>& stop) {
   const auto listens = [&] {
     try {
-      return detail::can_connect(master.host, master.port, milliseconds(500));
+      return detail::connect_to(master.host, master.port, milliseconds(500)).get() >= 0;
     } catch (const CommError&) {
       return false; // a name may come up together with its machine
     }

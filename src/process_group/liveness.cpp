@@ -8,10 +8,10 @@ namespace {
 
 constexpr auto kPatience = std::chrono::milliseconds(500);
 
-bool answers(const std::string& endpoint) {
+Fd connect_to_peer(const std::string& endpoint) {
   const auto parts = split(endpoint, ' ');
   const auto port = static_cast<uint16_t>(parse_int(parts.at(1), "a peer's port"));
-  return can_connect(parts.at(0), port, kPatience);
+  return connect_to(parts.at(0), port, kPatience);
 }
 
 } // namespace
@@ -25,13 +25,23 @@ std::string Liveness::endpoint() const {
 
 void Liveness::set_peers(std::vector<std::string> endpoints) {
   endpoints_ = std::move(endpoints);
+  connections_.resize(endpoints_.size());
 }
 
-std::vector<int> Liveness::gone() const {
+bool Liveness::answers(int rank) {
+  const std::lock_guard lock(mutex_);
+  auto& connection = connections_.at(static_cast<size_t>(rank));
+  if (!is_connected(connection)) {
+    connection = connect_to_peer(endpoints_.at(static_cast<size_t>(rank)));
+  }
+  return connection.get() >= 0;
+}
+
+std::vector<int> Liveness::gone() {
   std::vector<int> ranks;
-  for (size_t rank = 0; rank < endpoints_.size(); ++rank) {
-    if (!answers(endpoints_[rank])) {
-      ranks.push_back(static_cast<int>(rank));
+  for (int rank = 0; rank < static_cast<int>(endpoints_.size()); ++rank) {
+    if (!answers(rank)) {
+      ranks.push_back(rank);
     }
   }
   return ranks;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -7,10 +8,9 @@
 
 namespace fsdp::detail {
 
-/// Tells, after a failure, which peers are gone. Every rank keeps a listening
-/// socket that nobody reads: the kernel accepts connections for a live
-/// process, however busy, and refuses them once it is dead. It costs nothing
-/// while all is well.
+/// Tells which peers are gone. Every rank keeps a listening socket that nobody
+/// reads: the kernel accepts connections for a live process, however busy, and
+/// ends and refuses them once it is dead. It costs nothing until somebody asks.
 class Liveness {
  public:
   /// Opens this rank's socket on `address`.
@@ -19,16 +19,20 @@ class Liveness {
   /// "address port": what the peers need to know.
   std::string endpoint() const;
 
-  /// `endpoints[r]` is rank r's; called once, before `gone`.
+  /// `endpoints[r]` is rank r's; called once, before the following.
   void set_peers(std::vector<std::string> endpoints);
 
+  /// Whether the rank is there. May be asked often: the connection is kept.
+  bool answers(int rank);
   /// The ranks that no longer answer.
-  std::vector<int> gone() const;
+  std::vector<int> gone();
 
  private:
   const std::string address_;
   const Listener listener_;
   std::vector<std::string> endpoints_;
+  std::mutex mutex_;
+  std::vector<Fd> connections_; // by rank; -1: none
 };
 
 } // namespace fsdp::detail

@@ -141,22 +141,27 @@ std::string address_for_peers(const std::string& peer) {
   FSDP_THROW(CommError, "this machine has no network address that other machines could reach");
 }
 
-bool can_connect(const std::string& host, uint16_t port, std::chrono::milliseconds timeout) {
+Fd connect_to(const std::string& host, uint16_t port, std::chrono::milliseconds timeout) {
   const auto list = resolve(host, port, 0);
   for (const auto* item = list.get(); item; item = item->ai_next) {
     Fd fd(socket(item->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     if (connect(fd.get(), item->ai_addr, item->ai_addrlen) == 0) {
-      return true;
+      return fd;
     }
     pollfd waiting{.fd = fd.get(), .events = POLLOUT, .revents = 0};
     int error = 0;
     socklen_t length = sizeof(error);
     if (errno == EINPROGRESS && poll(&waiting, 1, static_cast<int>(timeout.count())) > 0 &&
         getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length) == 0 && error == 0) {
-      return true;
+      return fd;
     }
   }
-  return false;
+  return Fd();
+}
+
+bool is_connected(const Fd& connection) {
+  pollfd state{.fd = connection.get(), .events = POLLIN | POLLRDHUP, .revents = 0};
+  return connection.get() >= 0 && poll(&state, 1, 0) == 0;
 }
 
 } // namespace fsdp::detail

@@ -42,7 +42,9 @@ Listener listen_on(const std::string& host, uint16_t port);
 /// `peer`, or any where `peer` is empty or this machine itself.
 std::string address_for_peers(const std::string& peer);
 
-/// Whether somebody listens at an address of `host`: false at once when refused.
-bool can_connect(const std::string& host, uint16_t port, std::chrono::milliseconds timeout);
+/// A connection to who listens at an address of `host`, or -1: at once when refused.
+Fd connect_to(const std::string& host, uint16_t port, std::chrono::milliseconds timeout);
+/// Whether it is still there; for one on which nobody sends.
+bool is_connected(const Fd& connection);
 
 } // namespace fsdp::detail

@@ -37,6 +37,9 @@ class StoreFactory : public BackendFactory {
       MakeBackend make_backend);
 
   std::string diagnose() override;
+  std::shared_ptr<Liveness> liveness() const override {
+    return met_.liveness;
+  }
 
  protected:
   c10::intrusive_ptr<c10d::Backend> make(

@@ -11,8 +11,8 @@
 #include <sstream>
 
 #include "checkpoint/catalog.h"
-#include "checkpoint/crc32c.h"
 #include "checkpoint/files.h"
+#include "checkpoint/manifest.h"
 #include "support/processes.h"
 #include "support/tensors.h"
 
@@ -142,12 +142,8 @@ inline void edit_manifest(
   const auto at = text.find(from);
   ASSERT_NE(at, std::string::npos) << from;
   text.replace(at, from.size(), to);
-  constexpr size_t kFieldLength = 22; // {"crc32c":"01234567",
-  const auto rest = text.substr(kFieldLength - 1);
-  char field[kFieldLength];
-  std::snprintf(
-      field, sizeof(field), "{\"crc32c\":\"%08x\",", detail::crc32c(rest.data(), rest.size()));
-  set_file_text(path, field + rest);
+  const auto rest = text.substr(detail::manifest_checksum("").size());
+  set_file_text(path, detail::manifest_checksum(rest) + rest);
 }
 
 /// Names beside the checkpoints that saves leave while they are under way.

@@ -1,6 +1,7 @@
 // What can be wrong with a checkpoint, and what can go wrong with a save.
 
 #include <fsdp/checkpoint.h>
+#include <fsdp/checkpoint_tools.h>
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -66,6 +67,31 @@ TEST(BrokenCheckpoint, FlippedBitInTheManifest) {
   text[text.find("\"step\",") + 7] ^= 1; // 5 becomes 4: only the checksum can tell
   set_file_text(path + "/manifest.json", text);
   EXPECT_TRUE(contains(load_error(path), "manifest.json: is damaged"));
+}
+
+/// We do not read it, but other programs do.
+TEST(BrokenCheckpoint, VerifyFindsEveryFlippedBitOfAHeader) {
+  const auto path = temporary_folder() + "/checkpoint";
+  run_ranks(2, [&](int) {
+    StateDict state;
+    state.insert("w", distribute_tensor(torch::ones({4}), world_mesh(), {Shard{0}}));
+    save(state, path);
+  });
+  EXPECT_TRUE(verify_checkpoint(path).problems.empty());
+  const auto file = path + "/rank_00001.safetensors";
+  const auto good = file_text(file);
+  ASSERT_TRUE(contains(good, R"({\"w\":{\"saved_offsets\":[2]}})"));
+  const auto header_bytes = good.size() - 2 * sizeof(float);
+  for (size_t i = 0; i < header_bytes; ++i) {
+    for (int bit = 0; bit < 8; ++bit) {
+      auto bad = good;
+      bad[i] = static_cast<char>(bad[i] ^ (1 << bit));
+      set_file_text(file, bad);
+      const auto problems = verify_checkpoint(path).problems;
+      ASSERT_FALSE(problems.empty()) << "byte " << i << ", bit " << bit;
+      ASSERT_TRUE(contains(problems[0], file));
+    }
+  }
 }
 
 TEST(BrokenCheckpoint, TruncatedFile) {
@@ -168,11 +194,38 @@ TEST(FailedSave, ARankThatFailsFailsAll) {
 
 TEST(FailedSave, FolderThatCannotBeWritten) {
   expect_save_fails("/proc/fsdp_checkpoint/x", "/proc/fsdp_checkpoint");
-  if (geteuid() != 0) { // root may write anyway
-    const auto folder = temporary_folder();
-    ASSERT_EQ(chmod(folder.c_str(), 0500), 0);
-    expect_save_fails(folder + "/x", "Permission denied");
-    chmod(folder.c_str(), 0700);
+}
+
+/// Root may write anywhere, so a process of nobody's saves.
+TEST(FailedSave, FolderThatMayNotBeWritten) {
+  const auto* given = std::getenv("TEST_FOLDER"); // in that process
+  const auto folder = given ? std::string(given) : temporary_folder();
+  if (!given) {
+    save_samples(2, folder + "/checkpoint", 5);
+    ASSERT_EQ(chmod((folder + "/checkpoint").c_str(), 0755), 0); // whatever the umask
+    ASSERT_EQ(chmod(folder.c_str(), 0555), 0);
+  }
+  expect_ranks_pass(
+      1,
+      [&] {
+        if (geteuid() == 0) {
+          constexpr uid_t kNobody = 65534;
+          ASSERT_EQ(setresuid(kNobody, kNobody, kNobody), 0);
+        }
+        run_ranks(3, [&](int) {
+          const auto state = make_state(samples_1d(), world_mesh(), 6);
+          for (const auto* name : {"/checkpoint", "/new", "/below/new"}) {
+            const auto message = message_of<CheckpointError>([&] { save(state, folder + name); });
+            EXPECT_TRUE(contains(message, "rank 0: " + folder + "/"));
+            EXPECT_TRUE(contains(message, " cannot be made: Permission denied"));
+          }
+        });
+      },
+      [&](int) { return Environment{{"TEST_FOLDER", folder}, {"RANK", ""}, {"WORLD_SIZE", ""}}; });
+  if (!given) {
+    ASSERT_EQ(chmod(folder.c_str(), 0755), 0);
+    EXPECT_EQ(detail::list_folder(folder), std::vector<std::string>{"checkpoint"});
+    expect_loads(2, folder + "/checkpoint", 5);
   }
 }
 

@@ -143,7 +143,8 @@ def write_rank(rank, spec, folder, rendezvous):
             f"{folder}/dcp_many", fqn_to_index_mapping=mapping, save_distributed=True
         ),
     )
-    # torch 2.13 cannot consolidate integers and bools, and writes zeros for numbers.
+    # torch 2.13 cannot consolidate integers and bools, and writes wrong
+    # values for tensors without dims.
     floats = {n: v for n, v in state.items() if v.dtype.is_floating_point and v.dim()}
     dcp.save(
         floats,

@@ -62,14 +62,13 @@ std::vector<detail::SaveJob> jobs_of(int64_t generation, const std::string& path
   return jobs;
 }
 
-/// Runs a rank's part in a process, which calls `prepare_child` first.
-pid_t fork_rank(const detail::SaveJob& job, const std::function<void()>& prepare_child) {
+/// Runs `body` in a process; exit code 1 where it throws CheckpointError.
+pid_t fork_child(const std::function<void()>& body) {
   const auto pid = fork();
   if (pid == 0) {
     int code = 0;
     try {
-      prepare_child();
-      detail::run_save(job);
+      body();
     } catch (const CheckpointError&) {
       code = 1;
     } catch (...) {
@@ -80,12 +79,34 @@ pid_t fork_rank(const detail::SaveJob& job, const std::function<void()>& prepare
   return pid;
 }
 
+/// Runs a rank's part in a process, which calls `prepare_child` first.
+pid_t fork_rank(const detail::SaveJob& job, const std::function<void()>& prepare_child) {
+  return fork_child([&] {
+    prepare_child();
+    detail::run_save(job);
+  });
+}
+
 void kill_at(int change) {
   detail::before_change = [left = change](const char*, const detail::Path&) mutable {
     if (left-- == 0) {
       kill(getpid(), SIGKILL);
     }
   };
+}
+
+/// Runs `body` in a process that is killed before it changes the file system for the
+/// `change`th time; false where it ends before.
+bool is_killed_at(int change, const std::function<void()>& body) {
+  int status = 0;
+  const auto pid = fork_child([&] {
+    kill_at(change);
+    body();
+  });
+  waitpid(pid, &status, 0);
+  const bool killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
+  EXPECT_TRUE(killed || (WIFEXITED(status) && WEXITSTATUS(status) == 0)) << status;
+  return killed;
 }
 
 TEST(KilledSave, TheLastGoodCheckpointLoadsEveryTime) {
@@ -130,6 +151,70 @@ TEST(KilledSave, TheLastGoodCheckpointLoadsEveryTime) {
   EXPECT_EQ(loaded_generation(path), 1000);
 }
 
+TEST(KilledSave, TheFirstOneIsThereCompleteOrNotAtAll) {
+  int change = 0;
+  for (bool killed = true; killed; ++change) {
+    SCOPED_TRACE(change);
+    const auto path = temporary_folder() + "/runs/first/checkpoint";
+    killed = is_killed_at(change, [&] { save(state_of(1), path); });
+    const bool saved = detail::path_exists(path);
+    ASSERT_TRUE(saved || killed);
+    ASSERT_TRUE(!saved || loaded_generation(path) == 1);
+    save(state_of(2), path);
+    ASSERT_EQ(loaded_generation(path), 2);
+  }
+  EXPECT_GT(change, 15);
+}
+
+/// With a file system that exchanges two folders, and with one that cannot.
+class KilledReplacement : public testing::TestWithParam<bool> {
+ protected:
+  void SetUp() override {
+    detail::has_exchange = GetParam();
+  }
+  void TearDown() override {
+    detail::has_exchange = true;
+  }
+};
+
+/// From the first folder that is made to the last that is removed.
+TEST_P(KilledReplacement, LeavesOneThatLoads) {
+  const detail::Path folder = temporary_folder();
+  const auto path = (folder / "checkpoint").string();
+  save(state_of(0), path);
+  int64_t last = 0;
+  int num_gaps = 0;
+  const auto replace = [&](int change) {
+    const bool killed = is_killed_at(change, [&] { save(state_of(last + 1), path); });
+    if (!detail::path_exists(path)) { // between the calls that take the place of an exchange
+      ++num_gaps;
+      const auto left = folder / leftovers(folder).back();
+      EXPECT_EQ(loaded_generation(left / "old0"), last);
+      // A later saver puts it back, and others if that one is killed as well.
+      const auto now = detail::changed_at(left) + 100;
+      const auto tidy = [&] { detail::remove_leftovers(folder, "checkpoint.tmp-", now); };
+      for (int step = 0; is_killed_at(step, tidy); ++step) {
+      }
+    }
+    const auto found = loaded_generation(path);
+    EXPECT_TRUE(found == last || found == last + 1) << found;
+    EXPECT_TRUE(killed || found == last + 1);
+    last = found;
+    return killed;
+  };
+  for (int round = 0; round < 2; ++round) { // the second beside what the first has left
+    for (int change = 0; replace(change); ++change) {
+      SCOPED_TRACE(change);
+      ASSERT_FALSE(HasFailure());
+    }
+  }
+  EXPECT_GT(last, 4) << "no kill came after the new one was in place";
+  EXPECT_EQ(num_gaps > 0, !GetParam());
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Files, KilledReplacement, testing::Bool(), testing::PrintToStringParamName());
+
 /// From the first folder to the last of the rotation.
 TEST(KilledSave, ASeriesAlwaysHasALastOne) {
   const auto root = temporary_folder() + "/run";
@@ -141,16 +226,8 @@ TEST(KilledSave, ASeriesAlwaysHasALastOne) {
   for (int change = 0; num_finished < 3; ++change) { // beyond the last change nothing kills
     ASSERT_LT(change, 200);
     const auto next = step + 1;
-    const auto pid = fork();
-    if (pid == 0) {
-      kill_at(change);
-      CheckpointSeries(series).save(next, state_of(next));
-      _exit(0);
-    }
-    int status = 0;
-    waitpid(pid, &status, 0);
-    const bool killed = WIFSIGNALED(status);
-    ASSERT_TRUE(killed || WEXITSTATUS(status) == 0);
+    const bool killed =
+        is_killed_at(change, [&] { CheckpointSeries(series).save(next, state_of(next)); });
     const auto latest = series.latest();
     ASSERT_TRUE(latest) << "killed at change " << change;
     const auto found = loaded_generation(latest->string());

@@ -5,14 +5,15 @@
 #include "checkpoint/box.h"
 #include "checkpoint/checkpoints.h"
 #include "checkpoint/crc32c.h"
-#include "checkpoint/manifest.h"
 #include "checkpoint/safetensors.h"
+#include "fuzz/checkpoint_inputs.h"
 
 namespace fsdp::detail {
 namespace {
 
 using test::contains;
 using test::message_of;
+using test::safetensors_file;
 
 TEST(Crc32c, KnownValues) {
   const std::string digits = "123456789";
@@ -99,14 +100,6 @@ TEST(Box, RunsCopyTheBox) {
     }
     EXPECT_SAME(copy, expected.contiguous());
   }
-}
-
-std::string safetensors_file(const std::string& header, int64_t data_bytes) {
-  std::string text;
-  for (int i = 0; i < 8; ++i) {
-    text.push_back(static_cast<char>(header.size() >> (8 * i) & 0xff));
-  }
-  return text + header + std::string(static_cast<size_t>(data_bytes), 'x');
 }
 
 SafetensorsHeader parse(const std::string& file) {
@@ -206,60 +199,6 @@ INSTANTIATE_TEST_SUITE_P(
             safetensors_file(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}})", 8)},
         BadHeader{"no 'shape'", safetensors_file(R"({"a":{"dtype":"F32"}})", 0)},
         BadHeader{"not a string", safetensors_file(R"({"__metadata__":{"a":1}})", 0)}));
-
-/// Changes, drops, doubles and swaps bytes.
-std::string mutated(std::string text, std::mt19937& random) {
-  const auto place = [&] { return text.empty() ? 0 : random() % text.size(); };
-  for (auto count = 1 + random() % 4; count-- > 0 && !text.empty();) {
-    switch (random() % 5) {
-      case 0:
-        text[place()] = static_cast<char>(random());
-        break;
-      case 1:
-        text[place()] = "0123456789-{}[],:\"e."[random() % 20];
-        break;
-      case 2:
-        text.erase(place(), 1 + random() % 8);
-        break;
-      case 3:
-        text.insert(place(), text.substr(place(), random() % 40));
-        break;
-      default:
-        text.resize(place());
-    }
-  }
-  return text;
-}
-
-TEST(Fuzz, MutatedFilesAreReadOrRefused) {
-  Catalog catalog;
-  catalog.tensors = {
-      {"w",
-       at::kFloat,
-       {4, 6},
-       {{"a", 64, {{0, 0}, {4, 3}}, {7}}, {"b", 64, {{0, 3}, {4, 3}}, {8}}}}};
-  catalog.values = {{"step", int64_t{3}}, {"lr", 0.5}, {"name", std::string("x")}};
-  const auto manifest = manifest_text(catalog, "m");
-  const auto file = safetensors_file(
-      R"({"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)"
-      R"("b":{"dtype":"I8","shape":[],"data_offsets":[24,25]}})",
-      25);
-  std::mt19937 random(7);
-  int read = 0;
-  for (int i = 0; i < 6000; ++i) {
-    try {
-      if (i % 2 == 0) {
-        parse(mutated(file, random));
-      } else {
-        check_coverage(parse_manifest(mutated(manifest, random), "m"));
-      }
-      ++read;
-    } catch (const CheckpointError&) { // anything else is a bug
-    }
-  }
-  EXPECT_GT(read, 0);
-  EXPECT_LT(read, 6000);
-}
 
 } // namespace
 } // namespace fsdp::detail

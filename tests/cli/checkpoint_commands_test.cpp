@@ -98,8 +98,26 @@ TEST(Inspect, RefusesWhatIsNoCheckpoint) {
     EXPECT_TRUE(contains(missing.output, "/none: there is no such checkpoint\n"));
     const auto empty = run({command, folder});
     EXPECT_EQ(empty.exit_code, 4);
-    EXPECT_TRUE(contains(empty.output, " holds no checkpoint: "));
+    EXPECT_TRUE(contains(empty.output, " holds no checkpoint: neither manifest.json nor a "));
+    const auto here = run_script(c10::str("cd ", folder, " && ", kTool, " ", command, " ."));
+    EXPECT_EQ(here.exit_code, 4);
+    EXPECT_TRUE(contains(here.output, ". holds no checkpoint: neither manifest.json nor a "));
+    EXPECT_TRUE(contains(here.output, "; give the folder of a checkpoint or of a run's "));
   }
+}
+
+TEST(Inspect, TakesTheFolderThatItIsIn) {
+  const auto root = temporary_folder();
+  StateDict state;
+  state.insert("w", torch::ones({3}));
+  CheckpointSeries(root).save(7, state);
+  for (const auto* folder : {"", "/step_00000007"}) {
+    const auto here = run_script(c10::str("cd ", root, folder, " && ", kTool, " inspect ."));
+    EXPECT_EQ(here.exit_code, 0) << here.output;
+    EXPECT_TRUE(contains(here.output, "\ntotal     1 tensor, "));
+  }
+  ASSERT_EQ(unlink((root + "/latest").c_str()), 0); // by the folders' names then
+  EXPECT_EQ(run_script(c10::str("cd ", root, " && ", kTool, " verify .")).exit_code, 0);
 }
 
 TEST(Verify, FindsAFlippedBit) {
