@@ -4,9 +4,12 @@
 #include <fsdp/error.h>
 #include <fsdp/optim.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <thread>
 
+#include "process_group/nccl_backend.h"
 #include "support/collective_checks.h"
 #include "support/gpu.h"
 #include "support/processes.h"
@@ -17,7 +20,21 @@ namespace {
 
 using namespace test;
 
-/// This test once more in a process of its own, as the one rank of a world.
+/// A real NCCL group of this process alone. The library itself needs none: a
+/// world of one rank sends nothing.
+ProcessGroup nccl_alone(std::chrono::milliseconds timeout = std::chrono::minutes(1)) {
+  const auto backend = detail::make_nccl(
+      {.store =
+           c10::make_intrusive<c10d::PrefixStore>("alone", c10::make_intrusive<c10d::HashStore>()),
+       .rank = 0,
+       .size = 1,
+       .name = "alone",
+       .world_ranks = {0},
+       .timeout = timeout});
+  return ProcessGroup(backend, "alone");
+}
+
+/// This test once more, in a process of its own.
 void in_a_process(const std::function<void()>& body) {
   expect_ranks_pass(1, body);
 }
@@ -25,13 +42,11 @@ void in_a_process(const std::function<void()>& body) {
 TEST(NcclOnGpu, OneRankHasEveryCollective) {
   SKIP_WITHOUT_GPU();
   in_a_process([] {
-    const Joined joined({.backend = "nccl"});
-    const auto world = default_group();
-    EXPECT_EQ(world.backend_name(), "nccl");
-    check_every_collective(world, 5, gpu());
+    const auto group = nccl_alone();
+    EXPECT_EQ(group.backend_name(), "nccl");
+    check_every_collective(group, 5, gpu());
     const OwnStream own;
-    check_every_collective(world, 70'000, gpu());
-    check_every_collective(world.new_group({0}, "again"), 1000, gpu());
+    check_every_collective(group, 70'000, gpu());
   });
 }
 
@@ -40,6 +55,31 @@ TEST(NcclOnGpu, IsPickedWhereThereIsAGpu) {
   in_a_process([] {
     const Joined joined({});
     EXPECT_EQ(default_group().backend_name(), "nccl");
+  });
+}
+
+// The order of its streams beside the engine's: NCCL has one of its own.
+TEST(NcclOnGpu, WorkIsWaitedForByTheStreamThatAsks) {
+  SKIP_WITHOUT_GPU();
+  in_a_process([] {
+    gpu_sleep(0);
+    const auto group = nccl_alone();
+    const OwnStream own;
+    auto out = torch::zeros({1 << 20}, gpu());
+    group.all_gather(out, torch::ones({1 << 20}, gpu()));
+    torch::cuda::synchronize();
+    for (int step = 1; step < 20; ++step) {
+      const auto start = std::chrono::steady_clock::now();
+      gpu_sleep(20);
+      auto in = torch::full({1 << 20}, step, torch::device(gpu()).dtype(torch::kFloat));
+      auto work = group.all_gather_async(out, in);
+      in = torch::Tensor(); // its memory is used again
+      auto junk = torch::full({1 << 20}, -1.0, gpu());
+      work.wait();
+      const auto sum = out.sum();
+      EXPECT_LT(host_ms_since(start), 15) << "the host has waited for the GPU";
+      EXPECT_EQ(sum.item<double>(), static_cast<double>(step) * (1 << 20));
+    }
   });
 }
 
@@ -66,8 +106,7 @@ TEST(NcclOnGpu, OneRankTrainsLikeTheUnshardedModel) {
 TEST(NcclOnGpu, GivesMemoryOfItsOwn) {
   SKIP_WITHOUT_GPU();
   in_a_process([] {
-    const Joined joined({.backend = "nccl"});
-    const auto world = default_group();
+    const auto world = nccl_alone();
     const auto options = torch::device(gpu()).dtype(torch::kFloat);
     world.all_reduce(torch::ones({4}, gpu())); // the communicator is made by the first one
     auto memory = world.allocate(1000, options);
@@ -83,8 +122,7 @@ TEST(NcclOnGpu, GivesMemoryOfItsOwn) {
 TEST(NcclOnGpu, AnAbortedGroupGivesCommErrors) {
   SKIP_WITHOUT_GPU();
   in_a_process([] {
-    const Joined joined({.backend = "nccl"});
-    const auto world = default_group();
+    const auto world = nccl_alone();
     auto x = torch::ones({4}, gpu());
     world.all_reduce(x);
     torch::cuda::synchronize();
@@ -102,8 +140,7 @@ TEST(NcclOnGpu, ATimeOutGivesACommError) {
   SKIP_WITHOUT_GPU();
   in_a_process([] {
     gpu_sleep(0);
-    const Joined joined({.backend = "nccl", .timeout = std::chrono::seconds(3)});
-    const auto world = default_group();
+    const auto world = nccl_alone(std::chrono::seconds(3));
     auto x = torch::ones({4}, gpu());
     world.all_reduce(x); // makes the communicator
     torch::cuda::synchronize();

@@ -56,7 +56,7 @@ void write_over_freed_memory() {
   }
 }
 
-struct Setup {
+struct Plan {
   FullyShardOptions options;
   int prefetch = 0;
   int microbatches = 1;
@@ -64,7 +64,7 @@ struct Setup {
 };
 
 /// Every gradient of every step, and the parameters after it.
-std::vector<torch::Tensor> train(const Setup& run, const Late& late, bool is_late) {
+std::vector<torch::Tensor> train(const Plan& run, const Late& late, bool is_late) {
   auto net = seeded<LateStack>(16, 4);
   const auto gather = std::make_shared<DelayedAllGather>();
   const auto scatter = std::make_shared<DelayedReduceScatter>();
@@ -114,7 +114,7 @@ std::vector<torch::Tensor> train(const Setup& run, const Late& late, bool is_lat
   return seen;
 }
 
-void expect_same_whoever_is_late(int num_ranks, const std::function<Setup()>& make_run) {
+void expect_same_whoever_is_late(int num_ranks, const std::function<Plan()>& make_run) {
   gpu_sleep(0);
   run_ranks(num_ranks, [&](int rank) {
     const OwnStream own;
@@ -140,7 +140,7 @@ TEST_P(LateStreamsOnGpu, ChangeNoGradient) {
   for (const ReshardAfterForward& reshard :
        {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
     expect_same_whoever_is_late(GetParam(), [&] {
-      return Setup{
+      return Plan{
           .options = {
               .mesh = init_device_mesh(torch::kCUDA, {get_world_size()}),
               .reshard_after_forward = reshard}};
@@ -151,7 +151,7 @@ TEST_P(LateStreamsOnGpu, ChangeNoGradient) {
 TEST_P(LateStreamsOnGpu, ChangeNothingWithPrefetchCastsAndAccumulation) {
   SKIP_WITHOUT_GPU();
   expect_same_whoever_is_late(GetParam(), [] {
-    return Setup{
+    return Plan{
         .options =
             {.mesh = init_device_mesh(torch::kCUDA, {get_world_size()}),
              .reshard_after_forward = true,
@@ -169,7 +169,7 @@ TEST(LateStreamsOnGpu2x2, ChangeNothingWithReplicas) {
   SKIP_WITHOUT_GPU();
   for (const auto reduce_dtype : {torch::kFloat, torch::kBFloat16}) { // of its own, or not
     expect_same_whoever_is_late(4, [&] {
-      return Setup{
+      return Plan{
           .options = {
               .mesh = init_device_mesh(torch::kCUDA, {2, 2}, {"dp_replicate", "dp_shard"}),
               .mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = reduce_dtype}}};
