@@ -229,6 +229,9 @@ TEST(Training, PostOptimEventsAreUsedOnce) {
     auto root = fully_shard(net);
     train_and_compare(net, reference, [&](Stack& each, int step) {
       c10::Event event(test_device());
+      if (test_device() != c10::kCPU) {
+        event.record(test_stream());
+      }
       root.set_post_optim_event(std::move(event));
       return each(random_batch(step, {2, 8})).sum();
     });
