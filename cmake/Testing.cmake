@@ -22,14 +22,17 @@ function(fsdp_add_test name)
     PROPERTIES LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT} ${arg_PROPERTIES})
 endfunction()
 
-# fsdp_also_on_gpu(NAME [EXCEPT patterns...]): the tests of the binary NAME once more, with
-# models and batches on a GPU; in one process, since each would set the GPU up again.
+# fsdp_also_on_gpu(NAME [EXCEPT patterns...]): the tests of the binary NAME once more, as
+# OnGpu.*, with models and batches on a GPU; only where torch has CUDA.
 function(fsdp_also_on_gpu name)
   cmake_parse_arguments(arg "" "" "EXCEPT" ${ARGN})
   list(JOIN arg_EXCEPT ":" except)
-  add_test(NAME OnGpu.${name} COMMAND ${name} --gtest_filter=-${except})
-  set_tests_properties(
-    OnGpu.${name}
-    PROPERTIES LABELS gpu TIMEOUT 400 ENVIRONMENT FSDP_TEST_DEVICE=cuda
-               SKIP_REGULAR_EXPRESSION "there is no GPU here")
+  if(TORCH_CUDA_LIBRARIES)
+    gtest_discover_tests(
+      ${name}
+      TEST_PREFIX OnGpu.
+      TEST_FILTER "-${except}"
+      DISCOVERY_TIMEOUT 120
+      PROPERTIES LABELS gpu TIMEOUT 120 ENVIRONMENT FSDP_TEST_DEVICE=cuda)
+  endif()
 endfunction()

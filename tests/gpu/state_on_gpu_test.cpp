@@ -64,7 +64,7 @@ TEST(StateOnGpu, TrainingGoesOnFromACheckpointOnAnyNumberOfRanks) {
         set_optimizer_state_dict(net, optimizer, state);
         const auto loss = step(net, optimizer, 3);
         const auto next = step(net, optimizer, 4);
-        EXPECT_TRUE(near(torch::stack({loss, next}), expected, 1e-4)) << n << " on " << device;
+        EXPECT_TRUE(near(torch::stack({loss, next}), expected, 1e-3)) << n << " on " << device;
       });
     }
   }
