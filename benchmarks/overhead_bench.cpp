@@ -11,10 +11,7 @@
 // fewer elements, so its part of the cost may be negative: hence also the ratio without. Before
 // anything is timed, both sides are compared: parameters, groups, loss, gradients, collectives.
 #include <ATen/record_function.h>
-#include <signal.h>
-#include <sys/wait.h>
 #include <torch/torch.h>
-#include <unistd.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <fsdp/fsdp.h>
@@ -33,17 +30,21 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <ctime>
 #include <iostream>
 #include <map>
 #include <optional>
 #include <sstream>
 
+#include "line_process.h"
+#include "statistics.h"
 #include "transformer.h"
 
 namespace {
 
+using bench::by_round;
+using bench::Figure;
+using bench::median;
 using nlohmann::json;
 
 /// Seconds by the wall clock, or of this process on a processor (--clock cpu).
@@ -75,31 +76,9 @@ struct Options {
   }
 };
 
-// ------------------------------------------------------------ Statistics
-
-double quantile(std::vector<double> values, double q) {
-  std::sort(values.begin(), values.end());
-  const double place = q * static_cast<double>(values.size() - 1);
-  const auto low = static_cast<size_t>(place);
-  const auto high = std::min(low + 1, values.size() - 1);
-  return values[low] + (place - static_cast<double>(low)) * (values[high] - values[low]);
+json json_of(const Figure& figure) {
+  return {{"median", figure.median}, {"low", figure.low}, {"high", figure.high}};
 }
-
-double median(std::vector<double> values) {
-  return quantile(std::move(values), 0.5);
-}
-
-/// A figure: the median of the rounds and, as spread, the quartiles.
-struct Figure {
-  double median = 0, low = 0, high = 0;
-
-  explicit Figure(const std::vector<double>& rounds)
-      : median(quantile(rounds, 0.5)), low(quantile(rounds, 0.25)), high(quantile(rounds, 0.75)) {}
-
-  json to_json() const {
-    return {{"median", median}, {"low", low}, {"high", high}};
-  }
-};
 
 /// The parts of a step that are timed. A new one goes here, in Model::time and in
 /// overhead.py.
@@ -251,57 +230,11 @@ class Model {
 /// overhead.py in a child, which works only while it is asked.
 class Python {
  public:
-  explicit Python(const Options& options) {
-    int to_child[2];
-    int from_child[2];
-    TORCH_CHECK(pipe(to_child) == 0 && pipe(from_child) == 0, "no pipe");
-    std::vector<std::string> words{options.python, options.script};
-    const auto add = [&](const char* name, const auto& value) {
-      words.push_back(std::string("--") + name);
-      words.push_back(c10::str(value));
-    };
-    add("dim", options.model.dim);
-    add("layers", options.model.layers);
-    add("heads", options.model.heads);
-    add("vocabulary", options.model.vocabulary);
-    add("sequence", options.sequence);
-    add("world-size", options.world_size);
-    add("optimizer", options.optimizer);
-    add("clock", options.clock);
-    std::vector<char*> argv;
-    for (auto& word : words) {
-      argv.push_back(word.data());
-    }
-    argv.push_back(nullptr);
-    signal(SIGPIPE, SIG_IGN);
-    pid_ = fork();
-    TORCH_CHECK(pid_ >= 0, "no process");
-    if (pid_ == 0) {
-      dup2(to_child[0], 0);
-      dup2(from_child[1], 1);
-      for (const int fd : {to_child[0], to_child[1], from_child[0], from_child[1]}) {
-        close(fd);
-      }
-      execvp(argv[0], argv.data());
-      fprintf(stderr, "%s: %s\n", argv[0], strerror(errno));
-      _exit(127);
-    }
-    close(to_child[0]);
-    close(from_child[1]);
-    commands_ = fdopen(to_child[1], "w");
-    answers_ = fdopen(from_child[0], "r");
-    if (const auto line = read_line()) {
+  explicit Python(const Options& options) : child_(words_of(options)) {
+    if (const auto line = child_.read_line()) {
       hello_ = json::parse(*line);
     }
   }
-
-  ~Python() {
-    fclose(commands_);
-    waitpid(pid_, nullptr, 0);
-    fclose(answers_);
-  }
-  Python(const Python&) = delete;
-  Python& operator=(const Python&) = delete;
 
   /// Why there is nothing to compare with; empty if there is.
   std::string missing() const {
@@ -315,13 +248,13 @@ class Python {
     return hello_;
   }
   json check() {
-    return json::parse(ask("check"));
+    return json::parse(child_.ask("check"));
   }
   double time_fake_group(int64_t shard_numel, int repeats) {
-    return std::stod(ask(c10::str("fake ", shard_numel, " ", repeats)));
+    return std::stod(child_.ask(c10::str("fake ", shard_numel, " ", repeats)));
   }
   Times time(const char* model, int steps) {
-    std::istringstream answer(ask(c10::str(model, " ", steps)));
+    std::istringstream answer(child_.ask(c10::str(model, " ", steps)));
     Times times;
     for (auto& seconds : times) {
       answer >> seconds;
@@ -331,28 +264,24 @@ class Python {
   }
 
  private:
-  std::string ask(const std::string& command) {
-    fprintf(commands_, "%s\n", command.c_str());
-    fflush(commands_);
-    const auto answer = read_line();
-    TORCH_CHECK(answer, "the Python side ended on '", command, "'");
-    return *answer;
+  static std::vector<std::string> words_of(const Options& options) {
+    std::vector<std::string> words{options.python, options.script};
+    const auto add = [&](const char* name, const auto& value) {
+      words.push_back(std::string("--") + name);
+      words.push_back(c10::str(value));
+    };
+    add("dim", options.model.dim);
+    add("layers", options.model.layers);
+    add("heads", options.model.heads);
+    add("vocabulary", options.model.vocabulary);
+    add("sequence", options.sequence);
+    add("world-size", options.world_size);
+    add("optimizer", options.optimizer);
+    add("clock", options.clock);
+    return words;
   }
 
-  std::optional<std::string> read_line() {
-    std::string line;
-    for (int c = fgetc(answers_); c != EOF; c = fgetc(answers_)) {
-      if (c == '\n') {
-        return line;
-      }
-      line.push_back(static_cast<char>(c));
-    }
-    return std::nullopt;
-  }
-
-  pid_t pid_ = -1;
-  FILE* commands_ = nullptr;
-  FILE* answers_ = nullptr;
+  bench::LineProcess child_;
   json hello_;
 };
 
@@ -492,16 +421,6 @@ Rounds measure(const Options& options, Model& plain, Model& sharded, Python* pyt
   return rounds;
 }
 
-/// `combine` of the rounds, one by one.
-template <class Combine>
-std::vector<double> by_round(size_t rounds, Combine combine) {
-  std::vector<double> result;
-  for (size_t i = 0; i < rounds; ++i) {
-    result.push_back(combine(i));
-  }
-  return result;
-}
-
 class Report {
  public:
   Report(const Options& options, Rounds rounds, int64_t groups, double ours_fake, double torch_fake)
@@ -543,23 +462,23 @@ class Report {
     for (const auto& [form, parts] : rounds_) {
       for (int part = 0; part < kParts; ++part) {
         out["seconds_per_step"][std::string(1, form)][kPartNames[part]] =
-            Figure(parts[part]).to_json();
+            json_of(Figure(parts[part]));
       }
     }
     for (int part = 0; part < kParts; ++part) {
       const auto p = static_cast<Part>(part);
       auto& cost_out = out["seconds_per_group_and_step"];
-      cost_out["ours"][kPartNames[part]] = Figure(cost('b', 'a', p)).to_json();
+      cost_out["ours"][kPartNames[part]] = json_of(Figure(cost('b', 'a', p)));
       if (has_python_) {
-        cost_out["python"][kPartNames[part]] = Figure(cost('d', 'c', p)).to_json();
+        cost_out["python"][kPartNames[part]] = json_of(Figure(cost('d', 'c', p)));
       }
     }
     out["fake_group_seconds_per_group_and_step"] = {{"ours", ours_fake_}, {"torch", torch_fake_}};
     if (has_python_) {
-      out["cost_ratio"] = cost_ratio(Step).to_json();
-      out["cost_ratio_forward_backward"] = cost_ratio(ForwardBackward).to_json();
-      out["cost_ratio_without_fake_groups"] = cost_ratio_without_fake().to_json();
-      out["step_ratio"] = step_ratio().to_json();
+      out["cost_ratio"] = json_of(cost_ratio(Step));
+      out["cost_ratio_forward_backward"] = json_of(cost_ratio(ForwardBackward));
+      out["cost_ratio_without_fake_groups"] = json_of(cost_ratio_without_fake());
+      out["step_ratio"] = json_of(step_ratio());
     }
     return out;
   }

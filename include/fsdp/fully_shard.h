@@ -132,6 +132,9 @@ class FSDP_API FSDPModule {
       std::function<void(at::Tensor&)> hook, std::optional<c10::Stream> stream = {});
   /// Buffers from the process group's own memory, where its backend has such.
   void set_allocate_memory_from_process_group_for_comm(bool enable);
+  /// Throws NotImplementedError: symmetric memory is for the process groups that
+  /// torch itself has registered. The setter above takes NCCL's registered memory.
+  void set_symm_mem_for_comm(const std::string& backend = "NCCL");
 
   explicit FSDPModule(std::weak_ptr<detail::FSDPState> state);
 

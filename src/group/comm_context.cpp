@@ -103,6 +103,12 @@ std::shared_ptr<ForwardRecord> CommContext::forward_before(const ForwardRecord& 
 
 void CommContext::reset() {
   release_parked();
+  // What is under way still uses memory that was let go of.
+  wait_for_stream(copy_in_, all_gather_);
+  wait_for_stream(reduce_scatter_, all_reduce_);
+  if (reduce_scatter_) {
+    wait_for_stream(current_stream(reduce_scatter_->device()), reduce_scatter_);
+  }
   reduce_scatters_.clear();
   all_reduces_.clear();
   order_.clear();

@@ -85,7 +85,8 @@ class CommContext {
     order_.clear();
   }
 
-  /// Everything in flight is dropped, not waited for: the peers may be gone.
+  /// Everything in flight is dropped; the host does not wait for it, since the
+  /// peers may be gone.
   void reset();
 
  private:

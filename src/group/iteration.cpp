@@ -102,7 +102,9 @@ void FSDPParamGroup::end_backward(bool is_last) {
 
 void FSDPParamGroup::discard_pending() {
   if (pending_) {
-    pending_->wait(optional_current_stream(device())); // its buffer is being written
+    const auto current = optional_current_stream(device());
+    pending_->wait(current);                      // its buffer is being written
+    comm->gather_after(StreamEvent::of(current)); // and goes back to the copy-in stream
     forget_pending();
   }
 }

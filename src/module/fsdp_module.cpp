@@ -207,6 +207,14 @@ void FSDPModule::set_allocate_memory_from_process_group_for_comm(bool enable) {
   for_each_group(false, [&](auto& group) { group.allocate_from_process_group(enable); });
 }
 
+void FSDPModule::set_symm_mem_for_comm(const std::string& backend) {
+  (void)state(); // throws where the module is gone
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, "[fully_shard] symmetric memory (", backend,
+      ") is only there for process groups that torch has registered, which these are not; "
+      "set_allocate_memory_from_process_group_for_comm takes memory that NCCL has registered");
+}
+
 void share_comm_ctx(const std::vector<FSDPModule>& modules) {
   for (const auto& module : modules) {
     module.state()->share_comm(*modules.front().state());

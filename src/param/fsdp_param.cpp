@@ -8,6 +8,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "runtime/stream.h"
+
 namespace fsdp::detail {
 
 namespace autograd = torch::autograd;
@@ -71,6 +73,17 @@ class UnshardedAccumulator : public autograd::Node {
   const std::string name_; // when the slot is gone
   const std::weak_ptr<FSDPParam::Slot> slot_;
 };
+
+namespace {
+
+/// Autograd runs a node on the stream that was current when it was made. On
+/// another one than the forward's, a sum of gradients would come too late for
+/// the post-backward that reads it, and a captured graph would not be joined.
+bool is_of_another_stream(const NodePtr& node, c10::Device device) {
+  return has_streams(device) && node->input_metadata(0).stream() != current_stream(device);
+}
+
+} // namespace
 
 FSDPParam::FSDPParam(
     at::Tensor param, std::string name, const DataParallelMesh& mesh, ShardGeometry geometry)
@@ -159,7 +172,8 @@ void FSDPParam::show(Face face) {
     sharded_accumulator_ = weak_node(autograd::impl::try_get_grad_accumulator(param_));
     impl->shallow_copy_from(unsharded_.getIntrusivePtr());
     impl->set_version_counter(unsharded_version_);
-    if (!unsharded_accumulator_) {
+    if (!unsharded_accumulator_ ||
+        is_of_another_stream(unsharded_accumulator_, unsharded_.device())) {
       unsharded_accumulator_ = make_node<UnshardedAccumulator>(param_, unsharded_, slot_);
     }
     // Also for a frozen parameter: it may be unfrozen later.

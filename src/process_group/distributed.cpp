@@ -49,6 +49,9 @@ std::shared_ptr<RankContext> join_processes(
   auto met = detail::meet(options, backend, detail::read_launch_env(detail::process_env));
   const auto world_size = met.world_size;
   const auto local_rank = met.local_rank;
+  if (backend == "nccl") {
+    detail::use_gpu(local_rank);
+  }
   auto factory = std::make_shared<detail::StoreFactory>(
       std::move(met), backend, options.timeout,
       backend == "nccl" ? detail::make_nccl : detail::make_gloo);

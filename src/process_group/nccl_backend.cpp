@@ -4,7 +4,10 @@
 #include "process_group/nccl_backend.h"
 
 #include <ATen/cuda/CUDAContextLight.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+#include <cstdlib>
 
 #include "base/check.h"
 
@@ -19,8 +22,21 @@ void check_nccl() {
       ConfigError, nccl_available(), "backend nccl: no GPU is visible to this process; use gloo");
 }
 
+void use_gpu(int local_rank) {
+  const c10::impl::VirtualGuardImpl gpus(c10::kCUDA);
+  if (gpus.getDevice().index() == 0) { // a launcher may show each rank its own GPU alone
+    const auto index = static_cast<c10::DeviceIndex>(local_rank % gpus.deviceCount());
+    gpus.setDevice(c10::Device(c10::kCUDA, index));
+  }
+}
+
 c10::intrusive_ptr<c10d::Backend> make_nccl(const BackendSpec& spec) {
   using Nccl = c10d::ProcessGroupNCCL;
+  // A collective that fails or hangs aborts its communicator, and the next call
+  // throws: by default NCCL's watchdog would end the process instead. What the
+  // user has set counts.
+  setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2", /*overwrite=*/0);
+  setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", /*overwrite=*/0);
   auto options = Nccl::Options::create();
   options->timeout = spec.timeout;
   options->group_name = spec.name;

@@ -12,6 +12,9 @@ bool nccl_available();
 /// Throws ConfigError that explains why not.
 void check_nccl();
 
+/// Makes GPU `local_rank` the calling thread's, unless it has chosen one itself.
+void use_gpu(int local_rank);
+
 /// One GPU per rank.
 c10::intrusive_ptr<c10d::Backend> make_nccl(const BackendSpec& spec);
 

@@ -23,8 +23,8 @@ class ThreadWork : public c10d::Work {
       group_->wait(rank_, *pending_);
       pending_.reset();
     }
-    if (enqueued_) {
-      enqueued_->block(current_stream(*device_));
+    if (device_) {
+      enqueued_.block(current_stream(*device_));
     }
     return true;
   }
@@ -34,8 +34,7 @@ class ThreadWork : public c10d::Work {
   void enqueue(c10::Device device) {
     wait(kNoTimeout);
     device_ = device;
-    enqueued_.emplace(device.type());
-    enqueued_->record(current_stream(device));
+    enqueued_ = StreamEvent::of(current_stream(device));
   }
 
  private:
@@ -43,7 +42,7 @@ class ThreadWork : public c10d::Work {
   std::mutex waiting_;
   std::shared_ptr<PendingOperation> pending_;
   std::optional<c10::Device> device_;
-  std::optional<c10::Event> enqueued_;
+  StreamEvent enqueued_;
 };
 
 } // namespace

@@ -10,7 +10,6 @@
 
 #include "base/text.h"
 #include "process_group/reduction.h"
-#include "runtime/stream.h"
 
 namespace fsdp::detail {
 
@@ -83,8 +82,7 @@ bool parts_fit(const std::vector<ThreadCall>& calls) {
 ThreadCall::ThreadCall(CollectiveCall made) : call(std::move(made)) {
   if (call.output.defined() && has_streams(call.output.device())) {
     stream = current_stream(call.output.device());
-    ready.emplace(stream->device_type());
-    ready->record(*stream);
+    ready = StreamEvent::of(stream);
   }
 }
 
@@ -117,23 +115,17 @@ void ThreadOperation::run_part(int rank) {
   if (mine.stream) {
     guard.reset_stream(*mine.stream);
     for (auto& peer : calls_) {
-      peer.ready->block(*mine.stream);
+      peer.ready.block(mine.stream);
     }
   }
   compute(rank);
-  if (mine.stream) {
-    mine.done.emplace(mine.stream->device_type());
-    mine.done->record(*mine.stream);
-  }
+  mine.done = StreamEvent::of(mine.stream);
 }
 
 void ThreadOperation::order_after_parts(int rank) {
   auto& mine = calls_[rank];
-  if (!mine.stream) {
-    return;
-  }
   for (auto& peer : calls_) {
-    peer.done->block(*mine.stream);
+    peer.done.block(mine.stream);
   }
 }
 

@@ -1,13 +1,10 @@
 #pragma once
 
-#include <c10/core/Event.h>
-#include <c10/core/Stream.h>
-
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "process_group/collective_call.h"
+#include "runtime/stream.h"
 
 namespace fsdp::detail {
 
@@ -17,9 +14,9 @@ struct ThreadCall {
   explicit ThreadCall(CollectiveCall call);
 
   CollectiveCall call;
-  std::optional<c10::Stream> stream; // none on the CPU
-  std::optional<c10::Event> ready;   // this rank's tensors may be used
-  std::optional<c10::Event> done;    // this rank's part has been computed
+  OptionalStream stream; // none on the CPU
+  StreamEvent ready;     // this rank's tensors may be used
+  StreamEvent done;      // this rank's part has been computed
 };
 
 /// The work of one collective among threads, cut into one part per rank. Part

@@ -43,21 +43,15 @@ inline OptionalStream new_stream(c10::Device device, bool high_priority) {
   return c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, high_priority ? -1 : 0);
 }
 
-/// A point in a stream's work. The default one has been reached already.
+/// A point in a stream's work. The default one has been reached already. Those
+/// that nobody looks at any more are recorded again: see stream.cpp.
 class StreamEvent {
  public:
   StreamEvent() = default;
   explicit StreamEvent(c10::Event event) : event_(std::make_shared<c10::Event>(std::move(event))) {}
 
   /// What `stream` has been given so far.
-  static StreamEvent of(const OptionalStream& stream) {
-    StreamEvent event;
-    if (stream) {
-      event.event_ = std::make_shared<c10::Event>(stream->device_type());
-      event.event_->record(*stream);
-    }
-    return event;
-  }
+  static StreamEvent of(const OptionalStream& stream);
 
   /// What `stream` is given from now on comes after this.
   void block(const OptionalStream& stream) const {

@@ -223,7 +223,7 @@ TEST(OptimizerStateDict, MovesBetweenNumbersOfRanks) {
 
 TEST(OptimizerStateDict, ShardedOnHsdpAndOnTheHost) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"replicas", "shards"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"replicas", "shards"});
     const FullyShardOptions options{.mesh = mesh, .offload_policy = CPUOffloadPolicy{}};
     auto net = seeded<Stack>(5);
     shard_stack(net, options);

@@ -22,7 +22,7 @@ FSDP_MODULE(SimpleModel);
 
 TEST(OptimizerStateDict, FullOnesOfTwoAxesAreSetBack) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"dp", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     auto net = seeded<SimpleModel>();
     parallelize_module(
         net, mesh["tp"],
@@ -32,7 +32,9 @@ TEST(OptimizerStateDict, FullOnesOfTwoAxesAreSetBack) {
             {"net3", ColwiseParallel{.output_layouts = Replicate{}}}});
     fully_shard(net, {.mesh = mesh["dp"]});
     torch::optim::Adam optimizer(net->parameters(), 0.1);
-    net(torch::randn({3, 5}, generator(mesh.get_local_rank("dp")))).sum().backward();
+    net(torch::randn({3, 5}, generator(mesh.get_local_rank("dp"))).to(test_device()))
+        .sum()
+        .backward();
     optimizer.step();
     optimizer.zero_grad();
     const auto model = copy_of(get_model_state_dict(net));
@@ -58,7 +60,7 @@ TEST(OptimizerStateDict, FullOnesOfTwoAxesAreSetBack) {
 
 TEST(OptimizerStateDict, ATransformerOfTwoAxesIsResumed) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"dp", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     const ModelArgs args{.dropout_p = 0};
     const auto make = [&](bool sequence, bool other_values) {
       auto net = in_double<Transformer>(args);

@@ -37,7 +37,7 @@ struct Training {
     }
     net->to(torch::kDouble);
     const auto mesh = init_device_mesh(
-        torch::kCPU, {layout.replicate, layout.shard, layout.tp}, {"replicate", "shard", "tp"});
+        test_device(), {layout.replicate, layout.shard, layout.tp}, {"replicate", "shard", "tp"});
     if (layout.tp > 1) {
       parallelize(net, mesh["tp"]);
     }

@@ -56,8 +56,8 @@ TEST(ModelStateDict, ReachesWhatIsGatheredOrBeingGathered) {
 
 TEST(ModelStateDict, TakesDTensorsPlacedInAnotherWay) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"dp", "tp"});
-    const auto line = init_device_mesh(torch::kCPU, {4}, {"line"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
+    const auto line = init_device_mesh(test_device(), {4}, {"line"});
     auto reference = seeded<MLPStack>(6);
     const auto original = plain_state(*reference);
     // What only tensor parallelism divided, and what only fully_shard did.
@@ -130,7 +130,7 @@ TEST(ModelStateDict, OneRankThatFailsStopsAll) {
     run_ranks(4, [&](int rank) {
       auto net = seeded<MLPStack>(4);
       if (two_axes) {
-        const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"dp", "tp"});
+        const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
         parallelize(net, mesh["tp"]);
         shard(net, {.mesh = mesh["dp"]});
       } else {
@@ -177,7 +177,7 @@ TEST(ModelStateDict, RanksThatBringDifferentKindsAreTold) {
 
 TEST(ModelStateDict, FromRank0) {
   run_ranks(4, [](int rank) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"replicas", "shards"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"replicas", "shards"});
     auto net = seeded<Nested>(5);
     const auto original = plain_state(*net);
     shard(net, {.mesh = mesh});
@@ -220,7 +220,7 @@ TEST(ModelStateDict, Rank0FillsAModelOnMeta) {
     EXPECT_TRUE(contains(message, "call fsdp::to_empty first"));
     EXPECT_THROW(get_model_state_dict(net, kFull), c10::ValueError);
 
-    to_empty(net, torch::kCPU);
+    to_empty(net, test_device());
     set_model_state_dict(net, rank == 0 ? original : StateDict(), kFromRank0);
     expect_full(get_model_state_dict(net), original);
     train_and_compare(net, reference, transformer_loss, 2);
@@ -235,7 +235,7 @@ TEST(ModelStateDict, OffloadedParametersOnMetaAreLoadedOneByOne) {
       fully_shard(net->lin1, options);
       fully_shard(net->lin2, options);
       fully_shard(net, options);
-      to_empty(net, torch::kCPU);
+      to_empty(net, test_device());
       StateDict all;
       for (const auto& item : net->named_parameters()) {
         const auto placed = as_dtensor(item.value());

@@ -78,9 +78,9 @@ TEST(StateDicts, KeepOrderAndRefuseTwins) {
 TEST(ModelStateDict, SavesAndLoadsOnEveryLayout) {
   for (const int n : {1, 2, 3, 4}) {
     run_ranks(n, [n](int) {
-      std::vector<DeviceMesh> meshes{init_device_mesh(torch::kCPU, {n}, {"dp"})};
+      std::vector<DeviceMesh> meshes{init_device_mesh(test_device(), {n}, {"dp"})};
       if (n % 2 == 0) {
-        meshes.push_back(init_device_mesh(torch::kCPU, {n / 2, 2}, {"replicas", "shards"}));
+        meshes.push_back(init_device_mesh(test_device(), {n / 2, 2}, {"replicas", "shards"}));
       }
       for (const auto& mesh : meshes) {
         for (const int64_t dim : {2, 3, 4, 5, 16}) {
@@ -150,7 +150,7 @@ TEST(ModelStateDict, StaysAnAliasWhileTraining) {
 
 TEST(ModelStateDict, OfTwoAxesIsThatOfTheUnsharded) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"dp", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     for (const int64_t dim : {4, 6, 8, 10}) {
       auto net = seeded<MLPStack>(dim);
       const auto original = plain_state(*net);
@@ -165,7 +165,7 @@ TEST(ModelStateDict, OfTwoAxesIsThatOfTheUnsharded) {
 
 TEST(ModelStateDict, OfThreeAxes) {
   run_ranks(8, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2, 2}, {"replicas", "shards", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2, 2}, {"replicas", "shards", "tp"});
     for (const int64_t dim : {4, 6, 8, 10}) {
       auto net = seeded<MLPStack>(dim);
       const auto original = plain_state(*net);

@@ -72,7 +72,7 @@ inline const StateDictOptions kFromRank0{.broadcast_from_rank0 = true};
 
 /// The same batch on every rank, so that the number of ranks does not matter.
 inline torch::Tensor same_batch(int step, at::IntArrayRef sizes) {
-  return torch::randn(sizes, generator(1000 + step));
+  return torch::randn(sizes, generator(1000 + step)).to(test_device());
 }
 
 } // namespace fsdp::test

@@ -2,6 +2,7 @@
 // dropout that takes no generator.
 #include <fsdp/activation_checkpointing.h>
 
+#include "support/gpu.h"
 #include "support/sharded.h"
 
 namespace fsdp {
@@ -9,11 +10,6 @@ namespace {
 
 using namespace test;
 using torch::Tensor;
-
-#define SKIP_WITHOUT_GPU()                  \
-  if (!torch::cuda::is_available()) {       \
-    GTEST_SKIP() << "there is no GPU here"; \
-  }
 
 Tensor gradient(const Tensor& y, const Tensor& x, bool retain = false) {
   return torch::autograd::grad({y.sum()}, {x}, {}, retain)[0];

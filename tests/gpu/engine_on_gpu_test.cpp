@@ -74,6 +74,59 @@ TEST_P(EngineOnGpu, PrefetchesAndKeepsTheOrderOfEvents) {
   });
 }
 
+// ------------------------------------------------------------ What is moved
+
+struct ManyInputsImpl : torch::nn::Module {
+  ManyInputsImpl() : mlp(register_module("mlp", MLP(4, true, /*with_buffer=*/true))) {}
+  torch::Tensor forward(const std::map<std::string, std::vector<torch::Tensor>>& inputs) {
+    torch::Tensor sum;
+    for (const auto& [name, tensors] : inputs) {
+      for (const auto& tensor : tensors) {
+        EXPECT_TRUE(tensor.is_cuda()) << name;
+        sum = sum.defined() ? sum + mlp(tensor) : mlp(tensor);
+      }
+    }
+    return sum;
+  }
+  MLP mlp;
+};
+FSDP_MODULE(ManyInputs);
+
+TEST(MovedToGpu, InputsParametersAndBuffersByTheRoot) {
+  SKIP_WITHOUT_GPU();
+  run_ranks(2, [](int) {
+    const auto mesh = init_device_mesh(torch::kCUDA, {2});
+    auto net = seeded<ManyInputs>();
+    fully_shard(net->mlp, {.mesh = mesh});
+    EXPECT_TRUE(net->mlp->buffer.is_cuda());
+    fully_shard(net, {.mesh = mesh});
+    net({{"a", {random_batch(0, {2, 4}), random_batch(1, {2, 4})}},
+         {"b", {random_batch(2, {2, 4})}}})
+        .sum()
+        .backward();
+    for (const auto& param : net->parameters()) {
+      EXPECT_TRUE(param.is_cuda());
+      EXPECT_TRUE(param.grad().is_cuda());
+    }
+  });
+}
+
+TEST(MovedToGpu, IgnoredParametersOnlyByTheUser) {
+  SKIP_WITHOUT_GPU();
+  run_ranks(2, [](int) {
+    auto net = seeded<MLP>(4);
+    fully_shard(
+        net,
+        {.mesh = init_device_mesh(torch::kCUDA, {2}), .ignored_params = {net->out_proj->bias}});
+    EXPECT_TRUE(net->out_proj->bias.is_cpu());
+    EXPECT_TRUE(net->in_proj->weight.is_cuda());
+    net->to(torch::kCUDA);
+    EXPECT_TRUE(net->out_proj->bias.is_cuda());
+    net(random_batch(0, {2, 4})).sum().backward();
+    EXPECT_EQ(net->out_proj->bias.grad().sizes(), (std::vector<int64_t>{4}));
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(
     WorldSizes, EngineOnGpu, testing::Values(2, 4, 8), testing::PrintToStringParamName());
 

@@ -1,13 +1,15 @@
 // Ranks as threads that share one GPU.
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fsdp/distributed.h>
 #include <torch/torch.h>
 
 #include "support/collective_checks.h"
+#include "support/gpu.h"
 
 namespace fsdp {
 namespace {
+
+using test::gpu;
+using test::OwnStream;
 
 class ThreadsOnGpu : public testing::TestWithParam<int> {
  protected:
@@ -18,41 +20,33 @@ class ThreadsOnGpu : public testing::TestWithParam<int> {
   }
 };
 
-/// A stream of the calling rank's own, current while this lives.
-struct OwnStream {
-  c10::impl::VirtualGuardImpl device{torch::kCUDA};
-  c10::StreamGuard guard{device.getStreamFromGlobalPool(torch::Device(torch::kCUDA, 0))};
-};
-
 TEST_P(ThreadsOnGpu, MatchTheDefinitions) {
   run_ranks(GetParam(), [](int) {
-    const torch::Device gpu(torch::kCUDA, 0);
-    test::check_every_collective(default_group(), 5, gpu); // all on the default stream
+    test::check_every_collective(default_group(), 5, gpu()); // all on the default stream
     const OwnStream own;
-    test::check_every_collective(default_group(), 0, gpu);
-    test::check_every_collective(default_group(), 70'000, gpu);
+    test::check_every_collective(default_group(), 0, gpu());
+    test::check_every_collective(default_group(), 70'000, gpu());
   });
 }
 
 TEST_P(ThreadsOnGpu, OrderWorkOnStreamsWithoutWaitingForThem) {
   const int n = GetParam();
   run_ranks(n, [&](int rank) {
-    const torch::Device gpu(torch::kCUDA, 0);
     const OwnStream own;
     const auto world = default_group();
     for (int step = 0; step < 50; ++step) {
       // The input is still being computed when the collective is called, and
       // its memory is used again right after.
-      auto slow = torch::full({1 << 20}, 1.0, gpu);
+      auto slow = torch::full({1 << 20}, 1.0, gpu());
       for (int i = 0; i < (rank + step) % n * 20; ++i) {
         slow.mul_(1.0);
       }
-      auto gathered = torch::empty({n, 1 << 20}, gpu);
+      auto gathered = torch::empty({n, 1 << 20}, gpu());
       world.all_gather(gathered, slow.add_(rank + step));
       slow.fill_(-1);
       slow = torch::Tensor();
-      auto reused = torch::full({1 << 20}, -2.0, gpu);
-      const auto expected = torch::arange(n, gpu).add_(1 + step).view({n, 1}).to(torch::kFloat);
+      auto reused = torch::full({1 << 20}, -2.0, gpu());
+      const auto expected = torch::arange(n, gpu()).add_(1 + step).view({n, 1}).to(torch::kFloat);
       EXPECT_TRUE((gathered == expected).all().item<bool>()) << "rank " << rank << " step " << step;
     }
   });

@@ -83,7 +83,7 @@ Pieces mix(
 
 TEST(Checkpoint, ArgumentsAndResultsOfEveryType) {
   const std::vector<Tensor> of{leaf({3}, 1), leaf({3}, 2), leaf({3}, 3), leaf({3}, 4)};
-  const auto constant = torch::randn({3}, generator(5)); // needs no gradient
+  const auto constant = torch::randn({3}, generator(5)).to(test_device()); // needs no gradient
   const auto run = [&](bool checkpointed) {
     std::vector<Tensor> list{of[0], constant};
     const std::unordered_map<int, Tensor> numbered{{1, of[1]}, {2, of[2]}};

@@ -153,6 +153,9 @@ TEST(Comms, MemoryOfTheProcessGroupOrACustomCommNotBoth) {
         message_of<c10::ValueError>(
             [&] { reducing.set_allocate_memory_from_process_group_for_comm(true); }),
         "the reduce-scatter of group"));
+    EXPECT_TRUE(contains(
+        message_of<c10::NotImplementedError>([&] { reducing.set_symm_mem_for_comm(); }),
+        "symmetric memory (NCCL)"));
   });
 }
 

@@ -230,7 +230,7 @@ TEST(Faces, AssignedDataIsAdopted) {
     for (const bool whole : {false, true}) {
       auto net = sharded_net();
       auto reference = seeded<Net>();
-      const auto fresh = torch::randn({24, 6}, generator(5));
+      const auto fresh = torch::randn({24, 6}, generator(5)).to(test_device());
       auto& weight = net->mlps[1]->in_proj->weight;
       weight.set_data(whole ? fresh.clone() : part_of(fresh, weight).clone());
       reference->mlps[1]->in_proj->weight.set_data(fresh.clone());

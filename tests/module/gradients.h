@@ -5,7 +5,7 @@
 namespace fsdp::test {
 
 inline torch::Tensor leaf(at::IntArrayRef sizes, uint64_t seed = 1) {
-  return torch::randn(sizes, generator(seed)).set_requires_grad(true);
+  return torch::randn(sizes, generator(seed)).to(test_device()).set_requires_grad(true);
 }
 
 /// Gradients of what `run` returns, summed up, for each of `of`.

@@ -11,7 +11,7 @@ namespace fsdp::test {
 namespace {
 
 DeviceMesh hsdp_mesh(int64_t replicas, int64_t shards) {
-  return init_device_mesh(torch::kCPU, {replicas, shards}, {"dp_replicate", "dp_shard"});
+  return init_device_mesh(test_device(), {replicas, shards}, {"dp_replicate", "dp_shard"});
 }
 
 void shard_stack(Stack& net, const FullyShardOptions& options) {
@@ -295,7 +295,7 @@ TEST(Hsdp, AHookReducesFurther) {
           ++calls;
           world.get_group("dp_replicate").all_reduce(flat, ReduceOp::Avg);
         },
-        c10::Stream(c10::Stream::DEFAULT, c10::Device(c10::kCPU)));
+        test_stream());
     net(torch::arange(10, torch::kFloat).view({1, 10})).sum().backward();
     EXPECT_EQ(calls, 1);
     EXPECT_CLOSE(net->out_proj->weight.grad(), torch::full({5, 40}, 22.5));
@@ -310,19 +310,17 @@ TEST(Hsdp, Refused) {
     auto net = seeded<Stack>(4);
     EXPECT_TRUE(contains(
         message_of<c10::ValueError>(
-            [&] { fully_shard(net, {.mesh = init_device_mesh(torch::kCPU, {2, 2})}); }),
+            [&] { fully_shard(net, {.mesh = init_device_mesh(test_device(), {2, 2})}); }),
         "mesh_dim_names"));
     EXPECT_TRUE(contains(
         message_of<c10::ValueError>([&] {
-          fully_shard(net, {.mesh = init_device_mesh(torch::kCPU, {2, 2, 1}, {"a", "b", "c"})});
+          fully_shard(net, {.mesh = init_device_mesh(test_device(), {2, 2, 1}, {"a", "b", "c"})});
         }),
         "expects a 1D or 2D DeviceMesh"));
     auto root = fully_shard(net, {.mesh = hsdp_mesh(2, 2)});
     EXPECT_TRUE(contains(
-        message_of<c10::ValueError>([&] {
-          root.set_all_reduce_hook(
-              [](torch::Tensor&) {}, c10::Stream(c10::Stream::DEFAULT, c10::Device(c10::kCPU)));
-        }),
+        message_of<c10::ValueError>(
+            [&] { root.set_all_reduce_hook([](torch::Tensor&) {}, test_stream()); }),
         "stream cannot be set when using native HSDP"));
     EXPECT_TRUE(
         contains(message_of<c10::ValueError>([&] { replicate(net); }), "already managed by"));
@@ -383,7 +381,7 @@ TEST(Hsdp, AtMostTwoAllReduceBuffersAreAlive) {
     int64_t most = 0;
     for (const auto& param : net->parameters()) {
       register_post_accumulate_grad_hook(param, [&](const torch::Tensor&) {
-        most = std::max(most, memory_stats(torch::kCPU).communication);
+        most = std::max(most, memory_stats(test_device()).communication);
       });
     }
     stack_loss(net, 0).backward();

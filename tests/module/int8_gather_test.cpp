@@ -262,7 +262,7 @@ TEST(Int8Gather, FromTheMetaDevice) {
       }
       fully_shard(net, options);
       send_as_int8(*net);
-      to_empty(net, torch::kCPU);
+      to_empty(net, test_device());
       init_parameters(net, [](const std::string&, torch::Tensor& param) {
         torch::nn::init::normal_(param, 0.2, 0.2);
       });

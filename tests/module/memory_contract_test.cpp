@@ -1,67 +1,16 @@
 // How much memory training may use: FSDP2's own bounds, as formulas of the
 // model's sizes, and on the CPU, where every byte of a rank is counted.
-#include <fsdp/memory.h>
 #include <fsdp/meta_init.h>
 #include <fsdp/optim.h>
 
-#include "support/sharded.h"
+#include "module/memory_model.h"
 
 namespace fsdp {
 namespace {
 
 using namespace test;
 
-constexpr int64_t kMB = 1000 * 1000;
-// For activations, and what else is small beside the parameters.
-constexpr int64_t kAllowance = 16 * kMB;
-
-// Of the model below, in elements. Everything divides by two ranks.
-constexpr int64_t kDim = 768;
-constexpr int64_t kBlock = 12 * kDim * kDim + 9 * kDim; // `Bk` in the formulas
-constexpr int64_t kRest = 82 * kDim;                    // `X`: embeddings, norm and output
-constexpr int64_t kWhole = 3 * kBlock + kRest;          // `U`
-constexpr int64_t kShard = kWhole / 2;                  // `S`
 constexpr int64_t kLargestParam = 4 * kDim * kDim;
-static_assert(kBlock == 7'084'800 && kRest == 62'976 && kWhole == 21'317'376); // as upstream's
-
-const ModelArgs kArgs{
-    .n_layers = 3,
-    .vocab_size = 32,
-    .dim = kDim,
-    .n_heads = 12,
-    .dropout_p = 0,
-    .weight_tying = false};
-
-int64_t bytes(int64_t numel) {
-  return 4 * numel;
-}
-
-/// What this rank has allocated since this was made.
-class Usage {
- public:
-  Usage() : base_(memory_stats(torch::kCPU).allocated) {
-    reset_peak();
-  }
-  int64_t now() const {
-    return memory_stats(torch::kCPU).allocated - base_;
-  }
-  int64_t peak() const {
-    return memory_stats(torch::kCPU).peak - base_;
-  }
-  void reset_peak() {
-    reset_peak_memory_stats(torch::kCPU);
-  }
-
- private:
-  int64_t base_;
-};
-
-/// Not above the bound; and not below half of it, as where nothing is counted.
-testing::AssertionResult within(int64_t used, int64_t bound) {
-  return used <= bound && used >= bound / 2
-             ? testing::AssertionSuccess()
-             : testing::AssertionFailure() << used << " bytes, for a bound of " << bound;
-}
 
 torch::Tensor loss_of(Transformer& net, int step) {
   return net(random_tokens(step, {1, 4}, net->args.vocab_size)).sum();
@@ -71,8 +20,8 @@ torch::Tensor loss_of(Transformer& net, int step) {
 
 TEST(InitMemory, BuiltWholeItIsTheModelAndOneShard) {
   run_ranks(2, [](int) {
-    Usage usage;
-    auto net = seeded<Transformer>(kArgs);
+    const MemoryUsage usage(torch::kCPU);
+    auto net = seeded<Transformer>(kMemoryArgs);
     EXPECT_EQ(usage.now(), bytes(kWhole));
     shard_transformer(net);
     // The first block's shard is made beside all of it; then parameter by
@@ -85,10 +34,10 @@ TEST(InitMemory, BuiltWholeItIsTheModelAndOneShard) {
 
 TEST(InitMemory, FromMetaItIsTheShardsAndOneParameter) {
   run_ranks(2, [](int) {
-    Usage usage;
+    const MemoryUsage usage(torch::kCPU);
     auto net = [] {
       const MetaInit on_meta;
-      return Transformer(kArgs);
+      return Transformer(kMemoryArgs);
     }();
     shard_transformer(net, {.mesh = init_device_mesh(torch::kCPU, {2})});
     EXPECT_LE(usage.peak(), kMB);
@@ -109,20 +58,13 @@ TEST(InitMemory, FromMetaItIsTheShardsAndOneParameter) {
 
 // ------------------------------------------------------------ Training
 
-struct Case {
-  const char* name;
-  bool reshard = true;
-  bool offload = false;
-  bool optimizer_in_backward = false;
-};
-
-class TrainingMemory : public testing::TestWithParam<Case> {};
+class TrainingMemory : public testing::TestWithParam<MemoryCase> {};
 
 TEST_P(TrainingMemory, EveryPhaseStaysWithinItsBound) {
   run_ranks(2, [&](int) {
     const auto& [name, reshard, offload, optimizer_in_backward] = GetParam();
-    Usage usage;
-    auto net = seeded<Transformer>(kArgs);
+    const MemoryUsage usage(torch::kCPU);
+    auto net = seeded<Transformer>(kMemoryArgs);
     FullyShardOptions options{.reshard_after_forward = reshard};
     if (offload) {
       // On a CPU mesh shards and gathered parameters are in one memory, so the
@@ -181,14 +123,9 @@ TEST_P(TrainingMemory, EveryPhaseStaysWithinItsBound) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    Transformer,
-    TrainingMemory,
-    testing::Values(
-        Case{.name = "Reshard"},
-        Case{.name = "Keep", .reshard = false},
-        Case{.name = "Offload", .offload = true},
-        Case{.name = "OptimizerInBackward", .optimizer_in_backward = true}),
-    [](const auto& info) { return info.param.name; });
+    Transformer, TrainingMemory, testing::ValuesIn(kMemoryCases), [](const auto& info) {
+      return info.param.name;
+    });
 
 // ------------------------------------------------------------ Over time
 
@@ -218,7 +155,7 @@ void train_step(Transformer& net, optim::AdamW& optimizer, int step) {
 
 TEST(TrainingGrowth, NotAByteOverTenSteps) {
   run_ranks(2, [](int) {
-    Usage usage;
+    const MemoryUsage usage(torch::kCPU);
     auto net = nested_transformer();
     optim::AdamW optimizer(unique_parameters(*net), 1e-2);
     train_step(net, optimizer, 0);
@@ -233,7 +170,7 @@ TEST(TrainingGrowth, NotAByteOverTenSteps) {
 
 TEST(TrainingGrowth, ADeletedModelGivesBackEveryByte) {
   run_ranks(2, [](int) {
-    Usage usage;
+    const MemoryUsage usage(torch::kCPU);
     for (int round = 0; round < 2; ++round) {
       {
         auto net = nested_transformer();

@@ -161,7 +161,7 @@ TEST(Misuse, DataAssignedBetweenMicrobatches) {
     root.set_is_last_backward(false);
     root.set_reshard_after_backward(false);
     net(random_batch(0, {2, 6})).sum().backward(); // memory is kept
-    const auto fresh = torch::randn({24, 6}, generator(3));
+    const auto fresh = torch::randn({24, 6}, generator(3)).to(test_device());
     auto& weight = net->in_proj->weight;
     weight.set_data(part_of(fresh, weight).clone());
     net(random_batch(0, {2, 6}));
@@ -175,7 +175,7 @@ TEST(Misuse, DataAssignedUnderAGatherThatIsThenResharded) {
     auto net = seeded<MLP>(6);
     auto root = fully_shard(net);
     (void)root.unshard(/*async_op=*/true);
-    const auto fresh = torch::randn({24, 6}, generator(3));
+    const auto fresh = torch::randn({24, 6}, generator(3)).to(test_device());
     auto& weight = net->in_proj->weight;
     weight.set_data(part_of(fresh, weight).clone());
     root.reshard(); // adopts it; the gather is of the old one
@@ -337,7 +337,7 @@ TEST(Misuse, LogsThatEndInAnyOrder) {
 TEST(Misuse, AFailedCallChangesNothing) {
   run_ranks(4, [](int) {
     auto net = seeded<MLP>(6);
-    const auto pairs = init_device_mesh(torch::kCPU, {2, 2}, {"a", "b"})["b"];
+    const auto pairs = init_device_mesh(test_device(), {2, 2}, {"a", "b"})["b"];
     EXPECT_THROW(
         fully_shard(
             net, {.shard_placement_fn = [&](const std::string& name,

@@ -57,7 +57,8 @@ ChunkedHead make(bool tie, bool grouped, const ReshardAfterForward& reshard) {
 }
 
 torch::Tensor tokens(int step) {
-  return torch::randint(128, {2, 16}, generator(step), torch::kLong); // the same on all ranks
+  return torch::randint(128, {2, 16}, generator(step), torch::kLong)
+      .to(test_device()); // the same on all ranks
 }
 
 /// One iteration; returns the loss. `after_chunk` sees each chunk's backward.
@@ -177,8 +178,8 @@ TEST(PartialGroup, ChunksForwardAllAndThenBackwardAll) {
       run(reference);
       expect_parity(*net, *reference, 1e-4);
       torch::NoGradGuard no_grad;
-      EXPECT_TRUE(
-          near(net->head(torch::ones({2, 32})), reference->head(torch::ones({2, 32})), 1e-5));
+      const auto ones = torch::ones({2, 32}, test_device());
+      EXPECT_TRUE(near(net->head(ones), reference->head(ones), 1e-5));
       EXPECT_EQ(net->head->weight.size(0), 64); // nothing is left whole
     }
   });

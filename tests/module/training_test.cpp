@@ -107,8 +107,8 @@ TEST(Training, PlacementFunctionsMayGiveMeshesOfTheirOwn) {
   run_ranks(4, [](int) {
     auto net = seeded<MLP>(6);
     auto reference = seeded<MLP>(6);
-    const auto mesh = init_device_mesh(torch::kCPU, {4}, {"dp"});
-    const auto pairs = init_device_mesh(torch::kCPU, {2, 2}, {"a", "b"})["b"];
+    const auto mesh = init_device_mesh(test_device(), {4}, {"dp"});
+    const auto pairs = init_device_mesh(test_device(), {2, 2}, {"a", "b"})["b"];
     fully_shard(
         net, {.mesh = mesh,
               .shard_placement_fn = [&](const std::string& name,
@@ -120,7 +120,7 @@ TEST(Training, PlacementFunctionsMayGiveMeshesOfTheirOwn) {
     EXPECT_EQ(as_dtensor(net->in_proj->bias).device_mesh().size(), 4);
     // The same batch everywhere: then it does not matter over whom is averaged.
     train_and_compare(net, reference, [](MLP& each, int step) {
-      return each(torch::randn({4, 6}, generator(step))).sum();
+      return each(torch::randn({4, 6}, generator(step)).to(test_device())).sum();
     });
     EXPECT_THROW(FSDPModule::of(net).set_custom_all_gather(nullptr), c10::ValueError);
   });
@@ -228,7 +228,10 @@ TEST(Training, PostOptimEventsAreUsedOnce) {
     auto reference = seeded<Stack>(8);
     auto root = fully_shard(net);
     train_and_compare(net, reference, [&](Stack& each, int step) {
-      c10::Event event(c10::DeviceType::CPU);
+      c10::Event event(test_device());
+      if (test_device() != c10::kCPU) {
+        event.record(test_stream());
+      }
       root.set_post_optim_event(std::move(event));
       return each(random_batch(step, {2, 8})).sum();
     });
@@ -391,7 +394,7 @@ TEST(Training, ShardsAreTheChunksOfEachParameter) {
   run_ranks(2, [](int rank) {
     auto net = seeded<Stack>(3); // nothing divides
     auto reference = seeded<Stack>(3);
-    const auto grid = init_device_mesh(torch::kCPU, {1, 2}, {"pp", "dp"});
+    const auto grid = init_device_mesh(test_device(), {1, 2}, {"pp", "dp"});
     fully_shard(net, {.mesh = grid["dp"]}); // a slice
     const auto whole = reference->named_parameters();
     for (const auto& item : net->named_parameters()) {

@@ -55,7 +55,7 @@ double largest_norm(const Tensors& params, double order) {
 /// The same batch everywhere: then a parameter that is not sharded has the same
 /// gradient everywhere.
 torch::Tensor same_batch(int step, at::IntArrayRef sizes) {
-  return torch::randn(sizes, generator(step));
+  return torch::randn(sizes, generator(step)).to(test_device());
 }
 
 MLP sharded_mlp(const FullyShardOptions& options = {}) {
@@ -165,7 +165,7 @@ TEST(ClipGradNorm, OneReductionForEachMesh) {
   run_ranks(4, [](int) {
     auto net = seeded<MLP>(6);
     auto reference = seeded<MLP>(6);
-    const auto pairs = init_device_mesh(torch::kCPU, {2, 2}, {"a", "b"})["b"];
+    const auto pairs = init_device_mesh(test_device(), {2, 2}, {"a", "b"})["b"];
     fully_shard(
         net, {.shard_placement_fn = [&](const std::string& name,
                                         const torch::Tensor&) -> std::optional<ShardPlacement> {

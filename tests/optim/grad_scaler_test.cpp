@@ -108,7 +108,7 @@ TEST(GradScaler, ARankWithoutGradientsIsToldToo) {
 TEST(GradScaler, OneReductionForEachMesh) {
   run_ranks(4, [](int rank) {
     auto net = seeded<MLP>(6);
-    const auto pairs = init_device_mesh(torch::kCPU, {2, 2}, {"a", "b"})["b"];
+    const auto pairs = init_device_mesh(test_device(), {2, 2}, {"a", "b"})["b"];
     fully_shard(
         net, {.shard_placement_fn = [&](const std::string& name,
                                         const torch::Tensor&) -> std::optional<ShardPlacement> {

@@ -39,7 +39,7 @@ FSDP_MODULE(TwoTaps);
 TEST(ParallelCorners, WhoeverKeepsAnInputAliveMakesTheSameCollectives) {
   for (const bool checkpointed : {false, true}) {
     run_ranks(2, [&](int rank) {
-      const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+      const auto tp = init_device_mesh(test_device(), {2}, {"tp"});
       auto net = in_double<TwoTaps>();
       auto reference = in_double<TwoTaps>();
       parallelize_module(
@@ -73,7 +73,7 @@ FSDP_MODULE(Halves);
 
 TEST(ParallelCorners, HooksOnAGatheredInputSeeItsGradient) {
   run_ranks(2, [](int rank) {
-    const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+    const auto tp = init_device_mesh(test_device(), {2}, {"tp"});
     auto net = in_double<Halves>();
     auto reference = in_double<Halves>();
     parallelize_module(
@@ -103,7 +103,7 @@ FSDP_MODULE(NormNet);
 
 TEST(ParallelCorners, SequenceParallelOfWhatDistributeModulePlaced) {
   run_ranks(2, [](int) {
-    const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+    const auto tp = init_device_mesh(test_device(), {2}, {"tp"});
     auto net = in_double<NormNet>();
     auto reference = in_double<NormNet>();
     distribute_module(net, tp);
@@ -125,7 +125,7 @@ TEST(ParallelCorners, SequenceParallelOfWhatDistributeModulePlaced) {
 // tp divides 5 columns into 3 and 2; dp cannot divide 3.
 TEST(ParallelCorners, ADimThatFsdpCannotDivideIsRefusedByEveryRank) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"dp", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     auto net = in_double<Linear>(5, 4);
     parallelize_module(net, mesh["tp"], RowwiseParallel{});
     const auto by_columns = [](const std::string& name,
@@ -144,10 +144,10 @@ TEST(ParallelCorners, ADimThatFsdpCannotDivideIsRefusedByEveryRank) {
 TEST(ParallelCorners, MeshesWithoutNamesAreRefusedByNameOfModuleAndParameter) {
   run_ranks(4, [](int) {
     auto net = in_double<MLP>(4);
-    const auto grid = init_device_mesh(torch::kCPU, {2, 2});
+    const auto grid = init_device_mesh(test_device(), {2, 2});
     EXPECT_TRUE(contains(
         message_of<c10::ValueError>([&] { fully_shard(net, {.mesh = grid}); }), "MLPImpl"));
-    const auto line = init_device_mesh(torch::kCPU, {4}, {"dp"});
+    const auto line = init_device_mesh(test_device(), {4}, {"dp"});
     const auto place = [&](const std::string& name,
                            const at::Tensor&) -> std::optional<ShardPlacement> {
       return name == "out_proj.weight" ? std::optional(ShardPlacement{.dim = 0, .mesh = grid})
@@ -162,7 +162,7 @@ TEST(ParallelCorners, MeshesWithoutNamesAreRefusedByNameOfModuleAndParameter) {
 
 TEST(ParallelCorners, LayoutsOfAModuleAreGivenOnce) {
   run_ranks(2, [](int) {
-    const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+    const auto tp = init_device_mesh(test_device(), {2}, {"tp"});
     auto net = in_double<MLP>(4);
     const PrepareModuleInput gather{
         .input_layouts = Shard{0}, .desired_input_layouts = Replicate{}};
@@ -173,7 +173,7 @@ TEST(ParallelCorners, LayoutsOfAModuleAreGivenOnce) {
 
 TEST(ParallelCorners, StylesThatPrepareNothing) {
   run_ranks(2, [](int) {
-    const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+    const auto tp = init_device_mesh(test_device(), {2}, {"tp"});
     const auto x = tp_batch(0, {2, 4});
     auto input = in_double<Linear>(4, 4);
     parallelize_module(input, tp, PrepareModuleInput{});
@@ -252,7 +252,7 @@ TEST(ParallelCornersDeathTest, AFunctionThatIsNoexceptMayBeCheckpointed) {
 // Ranks of tp that have nothing of a group, which dp then shards.
 TEST(ParallelCorners, EmptyPiecesAreSharded) {
   run_ranks(8, [](int rank) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 4}, {"dp", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 4}, {"dp", "tp"});
     auto net = in_double<MLP>(1, true, false, 2);
     auto reference = in_double<MLP>(1, true, false, 2);
     parallelize_module(net, mesh["tp"], mlp_plan());

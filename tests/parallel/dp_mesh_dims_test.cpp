@@ -66,7 +66,7 @@ TEST(DpMeshDims, TrainsLikeTheUnshardedModel) {
       ranks *= static_cast<int>(size);
     }
     run_ranks(ranks, [&](int) {
-      const auto mesh = init_device_mesh(torch::kCPU, each.shape, each.names);
+      const auto mesh = init_device_mesh(test_device(), each.shape, each.names);
       SCOPED_TRACE(mesh.str());
       for (const int64_t dim : {5, 16}) {
         auto net = in_double<MLPStack>(dim);
@@ -89,7 +89,7 @@ TEST(DpMeshDims, TrainsLikeTheUnshardedModel) {
 
 TEST(DpMeshDims, OneAxisIsTheMeshThatWasGiven) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {4}, {"fsdp"});
+    const auto mesh = init_device_mesh(test_device(), {4}, {"fsdp"});
     auto net = in_double<MLPStack>(8);
     distribute_module(net, mesh);
     fully_shard(net, {.mesh = mesh, .dp_mesh_dims = {{.shard = {"fsdp"}}}});
@@ -102,7 +102,7 @@ TEST(DpMeshDims, OneAxisIsTheMeshThatWasGiven) {
 
 TEST(DpMeshDims, PlacementsWithTensorParallelism) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"fsdp", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"fsdp", "tp"});
     auto net = in_double<MLPStack>(8);
     distribute(net, mesh);
     FullyShardOptions options{.mesh = mesh, .dp_mesh_dims = {{.shard = {"fsdp"}}}};
@@ -125,7 +125,7 @@ TEST(DpMeshDims, PlacementsWithTensorParallelism) {
 /// Shards over an axis that comes behind that of tensor parallelism.
 TEST(DpMeshDims, DataParallelAxesMayComeLast) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"tp", "fsdp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"tp", "fsdp"});
     auto net = in_double<MLPStack>(5);
     auto reference = in_double<MLPStack>(5);
     parallelize(net, mesh["tp"]);
@@ -154,7 +154,7 @@ FSDP_MODULE(TwoExperts);
 
 TEST(DpMeshDims, UnusedParametersMayBeReducedAsZeros) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"dp", "ep"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "ep"});
     TwoExperts net;
     for (const auto* name : {"used", "unused"}) {
       distribute_parameter(net, name, mesh, {Replicate{}, Shard{0}});
@@ -171,7 +171,7 @@ TEST(DpMeshDims, UnusedParametersMayBeReducedAsZeros) {
 
 TEST(DpMeshDims, Refused) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"fsdp", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"fsdp", "tp"});
     const auto refuse = [&](const MLPStack& net, const DeviceMesh& over,
                             const DataParallelMeshDims& dims,
                             const std::vector<std::string>& parts) {
@@ -192,9 +192,9 @@ TEST(DpMeshDims, Refused) {
     refuse(net, mesh, {.shard = {"dp"}}, {"'dp'", "not found in mesh.mesh_dim_names", "fsdp=2"});
     refuse(net, mesh, {.shard = {"fsdp"}, .replicate = {"fsdp"}}, {"'fsdp' twice"});
     refuse(net, mesh, {.shard = {"tp"}}, {"'0.in_proj.weight'", "Expected Replicate", "'tp'"});
-    const auto unnamed = init_device_mesh(torch::kCPU, {2, 2});
+    const auto unnamed = init_device_mesh(test_device(), {2, 2});
     refuse(net, unnamed, {.shard = {"fsdp"}}, {"must have mesh_dim_names"});
-    const auto other = init_device_mesh(torch::kCPU, {4, 1}, {"fsdp", "tp"});
+    const auto other = init_device_mesh(test_device(), {4, 1}, {"fsdp", "tp"});
     refuse(net, other, {.shard = {"fsdp"}}, {"'0.in_proj.weight'", "not the same mesh"});
     EXPECT_TRUE(contains(
         message_of<c10::NotImplementedError>([&] {
@@ -207,7 +207,7 @@ TEST(DpMeshDims, Refused) {
         message_of<c10::ValueError>(
             [&] { replicate(net, {.mesh = mesh, .dp_mesh_dims = {{.shard = {"fsdp"}}}}); }),
         "fsdp to shard over"));
-    const auto three = init_device_mesh(torch::kCPU, {2, 2, 1}, {"a", "b", "c"});
+    const auto three = init_device_mesh(test_device(), {2, 2, 1}, {"a", "b", "c"});
     EXPECT_TRUE(contains(
         message_of<c10::ValueError>([&] { fully_shard(plain, {.mesh = three}); }),
         "expects a 1D or 2D DeviceMesh"));

@@ -80,7 +80,7 @@ FSDP_MODULE(ExpertsNet);
 /// and ep as one axis, experts over efsdp alone.
 struct ExpertMeshes {
   explicit ExpertMeshes(const std::vector<int64_t>& sizes)
-      : grid(init_device_mesh(torch::kCPU, sizes, {"replicate", "efsdp", "ep", "tp"})),
+      : grid(init_device_mesh(test_device(), sizes, {"replicate", "efsdp", "ep", "tp"})),
         shard(grid[{"efsdp", "ep"}].flatten("dp_shard")) {}
 
   bool replicates() const {

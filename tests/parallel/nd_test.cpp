@@ -24,7 +24,8 @@ void checkpoint_mlps(const MLPStack& net) {
 
 TEST(ThreeD, MLPStack) {
   run_ranks(8, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2, 2}, {"dp_replicate", "dp_shard", "tp"});
+    const auto mesh =
+        init_device_mesh(test_device(), {2, 2, 2}, {"dp_replicate", "dp_shard", "tp"});
     const auto dp = mesh[{"dp_replicate", "dp_shard"}];
     for (const int64_t dim : {3, 5, 16, 17}) {
       for (const auto checkpointed :
@@ -63,7 +64,8 @@ TEST(ThreeD, MLPStack) {
 
 TEST(ThreeD, TransformerBySequenceCheckpointed) {
   run_ranks(8, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2, 2}, {"dp_replicate", "dp_shard", "tp"});
+    const auto mesh =
+        init_device_mesh(test_device(), {2, 2, 2}, {"dp_replicate", "dp_shard", "tp"});
     const ModelArgs args{.dropout_p = 0};
     auto net = in_double<Transformer>(args);
     auto reference = in_double<Transformer>(args);
@@ -81,7 +83,7 @@ TEST(ThreeD, TransformerBySequenceCheckpointed) {
 
 TEST(ThreeD, ReplicatedTensorParallel) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 1, 2}, {"replicate", "shard", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 1, 2}, {"replicate", "shard", "tp"});
     for (const int64_t dim : {3, 5, 16, 17}) {
       for (const bool checkpointed : {false, true}) {
         auto net = in_double<MLPStack>(dim);
@@ -246,7 +248,7 @@ TEST_P(ExpertParallel, OneRanksInfinityIsFoundByAll) {
 
 TEST(TwoD, OneRanksInfinityIsFoundByAll) {
   run_ranks(4, [](int rank) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"dp", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     for (const bool infinite : {true, false}) {
       auto net = seeded<MLPStack>(2);
       parallelize(net, mesh["tp"]);

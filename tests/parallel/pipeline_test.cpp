@@ -133,7 +133,7 @@ void train(const DeviceMesh& grid, bool checkpointed) {
 TEST(Pipeline, TwoStagesOfShardedModules) {
   run_ranks(4, [](int) {
     for (const bool checkpointed : {false, true}) {
-      train(init_device_mesh(torch::kCPU, {2, 2}, {"pp", "dp"}), checkpointed);
+      train(init_device_mesh(test_device(), {2, 2}, {"pp", "dp"}), checkpointed);
     }
   });
 }
@@ -141,7 +141,7 @@ TEST(Pipeline, TwoStagesOfShardedModules) {
 TEST(Pipeline, WithTensorParallelism) {
   run_ranks(8, [](int) {
     for (const bool checkpointed : {false, true}) {
-      train(init_device_mesh(torch::kCPU, {2, 2, 2}, {"pp", "dp", "tp"}), checkpointed);
+      train(init_device_mesh(test_device(), {2, 2, 2}, {"pp", "dp", "tp"}), checkpointed);
     }
   });
 }

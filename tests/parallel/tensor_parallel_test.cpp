@@ -15,7 +15,7 @@ class TensorParallel : public testing::TestWithParam<int> {
  protected:
   static void run(const std::function<void(const DeviceMesh& tp, int rank)>& body) {
     run_ranks(GetParam(), [&](int rank) {
-      body(init_device_mesh(torch::kCPU, {GetParam()}, {"tp"}), rank);
+      body(init_device_mesh(test_device(), {GetParam()}, {"tp"}), rank);
     });
   }
 };
@@ -201,7 +201,7 @@ TEST_P(TensorParallel, EveryLayoutOfALinear) {
 TEST(TensorParallelComm, OneReductionPerMLPAndDirection) {
   run_ranks(4, [](int) {
     auto net = in_double<MLPStack>(16);
-    parallelize(net, init_device_mesh(torch::kCPU, {4}, {"tp"}));
+    parallelize(net, init_device_mesh(test_device(), {4}, {"tp"}));
     CommDebugMode comm;
     auto loss = net(tp_batch(0, {8, 16})).sum();
     EXPECT_EQ(comm.count("all_reduce"), 3);
@@ -224,7 +224,7 @@ TEST(TensorParallelComm, OneReductionPerMLPAndDirection) {
 
 TEST(TensorParallelComm, TransformerBySequence) {
   run_ranks(2, [](int) {
-    const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+    const auto tp = init_device_mesh(test_device(), {2}, {"tp"});
     auto net =
         in_double<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0, .weight_tying = false});
     parallelize(net, tp, /*sequence=*/true);
@@ -245,7 +245,7 @@ TEST(TensorParallelComm, TransformerBySequence) {
 
 TEST(TensorParallelComm, TransformerWithReplicatedActivations) {
   run_ranks(2, [](int) {
-    const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+    const auto tp = init_device_mesh(test_device(), {2}, {"tp"});
     auto net =
         in_double<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0, .weight_tying = false});
     parallelize(net, tp, /*sequence=*/false);
@@ -277,7 +277,7 @@ FSDP_MODULE(FanOut);
 
 TEST(TensorParallelComm, ModulesThatShareAnInputShareItsMoves) {
   run_ranks(2, [](int rank) {
-    const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+    const auto tp = init_device_mesh(test_device(), {2}, {"tp"});
     for (const Placement& layout : Placements{Replicate{}, Shard{1}}) {
       auto net = in_double<FanOut>();
       auto reference = in_double<FanOut>();
@@ -309,7 +309,7 @@ TEST(TensorParallelComm, ModulesThatShareAnInputShareItsMoves) {
 
 TEST(TensorParallelComm, OneRankIsSilent) {
   run_ranks(1, [](int) {
-    const auto tp = init_device_mesh(torch::kCPU, {1}, {"tp"});
+    const auto tp = init_device_mesh(test_device(), {1}, {"tp"});
     auto net = in_double<Transformer>(ModelArgs{.dropout_p = 0});
     parallelize(net, tp, /*sequence=*/true);
     CommDebugMode comm;
@@ -322,7 +322,7 @@ TEST(TensorParallelComm, OneRankIsSilent) {
 
 TEST(TensorParallelParams, ArePiecesOfWhatTheFirstRankHas) {
   run_ranks(3, [](int rank) {
-    const auto tp = init_device_mesh(torch::kCPU, {3}, {"tp"});
+    const auto tp = init_device_mesh(test_device(), {3}, {"tp"});
     auto net = in_double<MLP>(5);
     auto reference = in_double<MLP>(5);
     torch::optim::SGD optimizer(net->parameters(), 0.1); // made before
@@ -364,7 +364,7 @@ TEST(TensorParallelParams, ArePiecesOfWhatTheFirstRankHas) {
 
 TEST(TensorParallelParams, FrozenAndUnfrozen) {
   run_ranks(2, [](int) {
-    const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+    const auto tp = init_device_mesh(test_device(), {2}, {"tp"});
     auto net = in_double<MLPStack>(4, true);
     auto reference = in_double<MLPStack>(4, true);
     for (auto* each : {&net, &reference}) {
@@ -390,7 +390,7 @@ TEST(TensorParallelParams, FrozenAndUnfrozen) {
 
 TEST(TensorParallelParams, NormsOfGradientsAreThoseOfTheWhole) {
   run_ranks(4, [](int) {
-    const auto tp = init_device_mesh(torch::kCPU, {4}, {"tp"});
+    const auto tp = init_device_mesh(test_device(), {4}, {"tp"});
     for (const double order : {2.0, 1.0, static_cast<double>(INFINITY)}) {
       auto net = in_double<MLPStack>(17);
       auto reference = in_double<MLPStack>(17);
@@ -420,7 +420,7 @@ FSDP_MODULE(Pair);
 
 TEST(TensorParallelCalls, SeveralTensorsArePreparedOneByOne) {
   run_ranks(2, [](int rank) {
-    const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+    const auto tp = init_device_mesh(test_device(), {2}, {"tp"});
     Pair net;
     parallelize_module(
         net, tp,
@@ -470,7 +470,7 @@ FSDP_MODULE(Throwing);
 
 TEST(TensorParallelCalls, AnExceptionLeavesTheModuleAsItWas) {
   run_ranks(2, [](int) {
-    const auto tp = init_device_mesh(torch::kCPU, {2}, {"tp"});
+    const auto tp = init_device_mesh(test_device(), {2}, {"tp"});
     auto net = in_double<Throwing>(4, 6);
     auto reference = in_double<Throwing>(4, 6);
     parallelize_module(net, tp, RowwiseParallel{.input_layouts = Replicate{}});
@@ -489,7 +489,7 @@ TEST(TensorParallelCalls, AnExceptionLeavesTheModuleAsItWas) {
 TEST(TensorParallelCalls, CopiesAndArchivesAreRefused) {
   run_ranks(2, [](int) {
     auto net = in_double<MLP>(4);
-    parallelize_module(net, init_device_mesh(torch::kCPU, {2}, {"tp"}), mlp_plan());
+    parallelize_module(net, init_device_mesh(test_device(), {2}, {"tp"}), mlp_plan());
     const auto message = message_of<c10::Error>([&] { (void)net->in_proj->clone(); });
     EXPECT_TRUE(contains(message, "parallelize_module does not support deepcopy"));
     torch::serialize::OutputArchive archive;

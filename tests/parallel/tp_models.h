@@ -21,11 +21,12 @@ Holder in_double(const Args&... args) {
 
 /// The same on every rank of the tensor parallel axis: they share their input.
 inline torch::Tensor tp_batch(int step, at::IntArrayRef sizes, int64_t dp_rank = 0) {
-  return torch::randn(sizes, generator(1000 * step + dp_rank), torch::kDouble);
+  return torch::randn(sizes, generator(1000 * step + dp_rank), torch::kDouble).to(test_device());
 }
 inline torch::Tensor tp_tokens(
     int step, at::IntArrayRef sizes, int64_t vocab_size, int64_t dp_rank = 0) {
-  return torch::randint(vocab_size, sizes, generator(1000 * step + dp_rank), torch::kLong);
+  return torch::randint(vocab_size, sizes, generator(1000 * step + dp_rank), torch::kLong)
+      .to(test_device());
 }
 
 inline bool is_parallel(const Hookable& module) {

@@ -20,7 +20,7 @@ void shard(MLPStack& net, const DeviceMesh& dp, bool reshard) {
 
 TEST(TwoD, PlacementsOfThePieces) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"dp", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     auto net = in_double<MLP>(9, true, false, 3);
     auto reference = in_double<MLP>(9, true, false, 3);
     parallelize_module(net, mesh["tp"], mlp_plan());
@@ -42,7 +42,7 @@ TEST(TwoD, PlacementsOfThePieces) {
 
 TEST(TwoD, MLPStack) {
   run_ranks(8, [](int) {
-    const auto grid = init_device_mesh(torch::kCPU, {2, 2, 2}, {"pp", "dp", "tp"});
+    const auto grid = init_device_mesh(test_device(), {2, 2, 2}, {"pp", "dp", "tp"});
     const auto dp_rank = get_rank() / 2; // each pipeline stage its own data
     for (const int64_t dim : {3, 5, 16, 17}) {
       for (const bool reshard : {true, false}) {
@@ -71,7 +71,7 @@ TEST(TwoD, MLPStack) {
 
 TEST(TwoD, TransformerBySequence) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"dp", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     for (const bool other_dim : {false, true}) {
       const ModelArgs args{.n_layers = 3, .dropout_p = 0};
       auto net = in_double<Transformer>(args);
@@ -102,7 +102,7 @@ TEST(TwoD, TransformerBySequence) {
 
 TEST(TwoD, SomePiecesAreEmpty) {
   run_ranks(8, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 4}, {"dp", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 4}, {"dp", "tp"});
     // Three hidden features over four ranks, and fewer rows than ranks of dp.
     auto net = in_double<MLP>(1, true, false, 3);
     auto reference = in_double<MLP>(1, true, false, 3);
@@ -116,7 +116,7 @@ TEST(TwoD, SomePiecesAreEmpty) {
 
 TEST(TwoD, OneWayShardedOnTheHost) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {1, 4}, {"dp", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {1, 4}, {"dp", "tp"});
     auto net = in_double<MLPStack>(16);
     auto reference = in_double<MLPStack>(16);
     parallelize(net, mesh["tp"]);
@@ -149,7 +149,7 @@ TEST(TwoD, OneWayShardedOnTheHost) {
 
 TEST(TwoD, ByFsdpCall) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"dp", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     auto net = in_double<Linear>(6, 4);
     auto reference = in_double<Linear>(6, 4);
     parallelize_module(net, mesh["tp"], RowwiseParallel{.input_layouts = Replicate{}});
@@ -162,7 +162,7 @@ TEST(TwoD, ByFsdpCall) {
 
 TEST(TwoD, NormsOfGradientsAreThoseOfTheWhole) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"dp", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     auto net = in_double<MLPStack>(17);
     auto reference = in_double<MLPStack>(17);
     parallelize(net, mesh["tp"]);
@@ -178,7 +178,7 @@ TEST(TwoD, NormsOfGradientsAreThoseOfTheWhole) {
 
 TEST(TwoD, BuiltOnMeta) {
   run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"dp", "tp"});
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     for (const int64_t dim : {8, 3}) {
       MLP net{nullptr};
       {
@@ -190,7 +190,7 @@ TEST(TwoD, BuiltOnMeta) {
       for (const auto& param : net->parameters()) {
         EXPECT_TRUE(param.is_meta());
       }
-      to_empty(net, torch::kCPU);
+      to_empty(net, test_device());
       const auto fill = [](const std::string&, torch::Tensor& param) { param.normal_(); };
       init_parameters(net, fill);
       auto reference = seeded<MLP>(dim);

@@ -1,9 +1,162 @@
 #pragma once
 
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <fsdp/comm.h>
+#include <fsdp/distributed.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#ifdef FSDP_TEST_CUDA // torch has CUDA
+#include <ATen/cuda/Sleep.h>
+#endif
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <vector>
 
 #define SKIP_WITHOUT_GPU()                  \
   if (!torch::cuda::is_available()) {       \
     GTEST_SKIP() << "there is no GPU here"; \
   }
+
+namespace fsdp::test {
+
+inline torch::Device gpu() {
+  return {torch::kCUDA, 0};
+}
+
+inline c10::Stream gpu_stream() {
+  return c10::impl::VirtualGuardImpl(torch::kCUDA).getStream(gpu());
+}
+
+/// A stream of the calling rank's own, current while this lives.
+struct OwnStream {
+  c10::impl::VirtualGuardImpl device{torch::kCUDA};
+  c10::StreamGuard guard{device.getStreamFromGlobalPool(gpu())};
+};
+
+/// Leaves the world however the test ends.
+struct Joined {
+  explicit Joined(const InitOptions& options) {
+    init_process_group(options);
+  }
+  ~Joined() {
+    destroy_process_group();
+  }
+};
+
+// ------------------------------------------------------------ Delays, and time
+
+inline void spin([[maybe_unused]] int64_t cycles) {
+#ifdef FSDP_TEST_CUDA
+  at::cuda::sleep(cycles);
+#else
+  TORCH_CHECK(false, "this torch has no CUDA");
+#endif
+}
+
+/// Milliseconds that the current stream takes for what `enqueue` gives it.
+template <class Enqueue>
+double gpu_ms(Enqueue enqueue) {
+  torch::cuda::synchronize();
+  c10::Event start(torch::kCUDA, c10::EventFlag::BACKEND_DEFAULT); // these have a time
+  c10::Event end(torch::kCUDA, c10::EventFlag::BACKEND_DEFAULT);
+  start.record(gpu_stream());
+  enqueue();
+  end.record(gpu_stream());
+  torch::cuda::synchronize();
+  return start.elapsedTime(end);
+}
+
+/// The current stream does nothing for so long, by the clock as it was when
+/// the first of these was called.
+inline void gpu_sleep(double ms) {
+  static const double cycles_per_ms = [] {
+    constexpr int64_t kCycles = 20'000'000;
+    gpu_ms([] { spin(kCycles); }); // until the clock is up
+    return static_cast<double>(kCycles) / gpu_ms([] { spin(kCycles); });
+  }();
+  if (ms > 0) {
+    spin(static_cast<int64_t>(ms * cycles_per_ms));
+  }
+}
+
+/// The median of three, after one more that warms up.
+template <class Enqueue>
+double median_gpu_ms(Enqueue enqueue) {
+  gpu_ms(enqueue);
+  std::vector<double> times;
+  for (int i = 0; i < 3; ++i) {
+    times.push_back(gpu_ms(enqueue));
+  }
+  std::sort(times.begin(), times.end());
+  return times[1];
+}
+
+inline double host_ms_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start)
+      .count();
+}
+
+/// scripts/gpu_check copies these lines into its report.
+template <class... Values>
+void figure(const char* format, Values... values) {
+  printf("figure: ");
+  printf(format, values...);
+  printf("\n");
+  fflush(stdout);
+}
+
+// ------------------------------------------------------------ What is delayed
+
+/// Passes on, and delays the stream on the way there and back.
+struct SleepFunction : torch::autograd::Function<SleepFunction> {
+  static torch::Tensor forward(
+      torch::autograd::AutogradContext* context,
+      const torch::Tensor& x,
+      double forward_ms,
+      double backward_ms) {
+    context->saved_data["ms"] = backward_ms;
+    gpu_sleep(forward_ms);
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* context, torch::autograd::variable_list grads) {
+    gpu_sleep(context->saved_data["ms"].toDouble());
+    return {grads[0].clone(), {}, {}};
+  }
+};
+
+/// On whatever stream the engine calls it: `before_ms` and `after_ms` are
+/// looked at for each gather.
+struct DelayedAllGather : AllGather {
+  Work operator()(
+      at::Tensor& out, const at::Tensor& in, ProcessGroup& group, bool /*async_op*/) override {
+    gpu_sleep(before_ms);
+    auto work = group.all_gather_async(out, in);
+    gpu_sleep(after_ms);
+    return work;
+  }
+  double before_ms = 0;
+  double after_ms = 0;
+};
+
+struct DelayedReduceScatter : ReduceScatter {
+  Work operator()(
+      at::Tensor& out,
+      const at::Tensor& in,
+      ProcessGroup& group,
+      ReduceOp op,
+      bool /*async_op*/) override {
+    gpu_sleep(before_ms);
+    auto work = group.reduce_scatter_async(out, in, op);
+    gpu_sleep(after_ms);
+    return work;
+  }
+  double before_ms = 0;
+  double after_ms = 0;
+};
+
+} // namespace fsdp::test

@@ -11,6 +11,7 @@
 
 #include "param/fsdp_param.h"
 #include "param/spread.h"
+#include "support/device.h"
 #include "support/models.h"
 #include "support/tensors.h"
 
@@ -25,7 +26,9 @@ template <class Holder, class... Args>
 Holder seeded(const Args&... args) {
   std::lock_guard lock(default_generator_mutex);
   torch::manual_seed(42);
-  return Holder(args...);
+  Holder module(args...);
+  to_test_device(*module);
+  return module;
 }
 
 inline at::Generator generator(uint64_t seed) {
@@ -34,10 +37,11 @@ inline at::Generator generator(uint64_t seed) {
 
 /// Another batch on every rank and in every step.
 inline torch::Tensor random_batch(int step, at::IntArrayRef sizes) {
-  return torch::randn(sizes, generator(1000 * step + get_rank()));
+  return torch::randn(sizes, generator(1000 * step + get_rank())).to(test_device());
 }
 inline torch::Tensor random_tokens(int step, at::IntArrayRef sizes, int64_t vocab_size) {
-  return torch::randint(vocab_size, sizes, generator(1000 * step + get_rank()), torch::kLong);
+  return torch::randint(vocab_size, sizes, generator(1000 * step + get_rank()), torch::kLong)
+      .to(test_device());
 }
 
 /// MLPs one behind the other.

@@ -1,0 +1,202 @@
+// The nccl backend: on one GPU a world of one rank. `NcclRanks` is for several,
+// one per GPU:  fsdp run -n 8 -- gpu_tests --gtest_filter='NcclRanks.*'
+#include <fsdp/debug.h>
+#include <fsdp/error.h>
+#include <fsdp/optim.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <thread>
+
+#include "process_group/nccl_backend.h"
+#include "support/collective_checks.h"
+#include "support/gpu.h"
+#include "support/processes.h"
+#include "support/sharded.h"
+
+namespace fsdp {
+namespace {
+
+using namespace test;
+
+/// A real NCCL group of this process alone. The library itself needs none: a
+/// world of one rank sends nothing.
+ProcessGroup nccl_alone(std::chrono::milliseconds timeout = std::chrono::minutes(1)) {
+  const auto backend = detail::make_nccl(
+      {.store =
+           c10::make_intrusive<c10d::PrefixStore>("alone", c10::make_intrusive<c10d::HashStore>()),
+       .rank = 0,
+       .size = 1,
+       .name = "alone",
+       .world_ranks = {0},
+       .timeout = timeout});
+  return ProcessGroup(backend, "alone");
+}
+
+/// This test once more, in a process of its own.
+void in_a_process(const std::function<void()>& body) {
+  expect_ranks_pass(1, body);
+}
+
+TEST(NcclOnGpu, OneRankHasEveryCollective) {
+  SKIP_WITHOUT_GPU();
+  in_a_process([] {
+    const auto group = nccl_alone();
+    EXPECT_EQ(group.backend_name(), "nccl");
+    check_every_collective(group, 5, gpu());
+    const OwnStream own;
+    check_every_collective(group, 70'000, gpu());
+  });
+}
+
+TEST(NcclOnGpu, IsPickedWhereThereIsAGpu) {
+  SKIP_WITHOUT_GPU();
+  in_a_process([] {
+    const Joined joined({});
+    EXPECT_EQ(default_group().backend_name(), "nccl");
+  });
+}
+
+// The order of its streams beside the engine's: NCCL has one of its own.
+TEST(NcclOnGpu, WorkIsWaitedForByTheStreamThatAsks) {
+  SKIP_WITHOUT_GPU();
+  in_a_process([] {
+    gpu_sleep(0);
+    const auto group = nccl_alone();
+    const OwnStream own;
+    auto out = torch::zeros({1 << 20}, gpu());
+    group.all_gather(out, torch::ones({1 << 20}, gpu()));
+    torch::cuda::synchronize();
+    for (int step = 1; step < 20; ++step) {
+      const auto start = std::chrono::steady_clock::now();
+      gpu_sleep(20);
+      auto in = torch::full({1 << 20}, step, torch::device(gpu()).dtype(torch::kFloat));
+      auto work = group.all_gather_async(out, in);
+      in = torch::Tensor(); // its memory is used again
+      auto junk = torch::full({1 << 20}, -1.0, gpu());
+      work.wait();
+      const auto sum = out.sum();
+      EXPECT_LT(host_ms_since(start), 15) << "the host has waited for the GPU";
+      EXPECT_EQ(sum.item<double>(), static_cast<double>(step) * (1 << 20));
+    }
+  });
+}
+
+TEST(NcclOnGpu, OneRankTrainsLikeTheUnshardedModel) {
+  SKIP_WITHOUT_GPU();
+  in_a_process([] {
+    const Joined joined({.backend = "nccl"});
+    for (const bool replicas : {false, true}) { // with them, gradients are all-reduced
+      const auto mesh = replicas
+                            ? init_device_mesh(torch::kCUDA, {1, 1}, {"dp_replicate", "dp_shard"})
+                            : init_device_mesh(torch::kCUDA, {1});
+      auto net = seeded<Transformer>(ModelArgs{.n_layers = 2, .dropout_p = 0});
+      auto reference = seeded<Transformer>(ModelArgs{.n_layers = 2, .dropout_p = 0});
+      reference->to(torch::kCUDA);
+      shard_transformer(net, {.mesh = mesh});
+      FSDPModule::of(net).set_allocate_memory_from_process_group_for_comm(true);
+      train_and_compare(net, reference, [](Transformer& each, int step) {
+        return each(random_tokens(step, {2, 16}, 8).cuda()).sum();
+      });
+    }
+  });
+}
+
+TEST(NcclOnGpu, GivesMemoryOfItsOwn) {
+  SKIP_WITHOUT_GPU();
+  in_a_process([] {
+    const auto world = nccl_alone();
+    const auto options = torch::device(gpu()).dtype(torch::kFloat);
+    world.all_reduce(torch::ones({4}, gpu())); // the communicator is made by the first one
+    auto memory = world.allocate(1000, options);
+    EXPECT_EQ(memory.numel(), 1000);
+    EXPECT_EQ(memory.device(), gpu());
+    memory.fill_(3);
+    auto gathered = torch::empty({1000}, gpu());
+    world.all_gather(gathered, memory);
+    EXPECT_SAME(gathered, torch::full({1000}, 3.0));
+  });
+}
+
+TEST(NcclOnGpu, AnAbortedGroupGivesCommErrors) {
+  SKIP_WITHOUT_GPU();
+  in_a_process([] {
+    const auto world = nccl_alone();
+    auto x = torch::ones({4}, gpu());
+    world.all_reduce(x);
+    torch::cuda::synchronize();
+    world.backend()->abort();
+    const auto message = message_of<CommError>([&] { world.all_reduce(x); });
+    EXPECT_TRUE(contains(message, "all_reduce"));
+    EXPECT_TRUE(contains(message, "rank 0"));
+    EXPECT_TRUE(contains(message, "nccl"));
+  });
+}
+
+// A collective that does not end in time is aborted by NCCL's watchdog, and the
+// next call tells.
+TEST(NcclOnGpu, ATimeOutGivesACommError) {
+  SKIP_WITHOUT_GPU();
+  in_a_process([] {
+    gpu_sleep(0);
+    const auto world = nccl_alone(std::chrono::seconds(3));
+    auto x = torch::ones({4}, gpu());
+    world.all_reduce(x); // makes the communicator
+    torch::cuda::synchronize();
+    gpu_sleep(10'000);
+    world.all_reduce(x); // cannot begin for ten seconds
+    const auto start = std::chrono::steady_clock::now();
+    std::string message;
+    while (message.empty() && host_ms_since(start) < 30'000) {
+      try {
+        std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        world.all_reduce(x);
+      } catch (const CommError& error) {
+        message = error.what();
+      }
+    }
+    EXPECT_TRUE(contains(message, "all_reduce"));
+    figure(
+        "nccl: a collective that hangs is an error after %.1f s, with a timeout of 3 s",
+        host_ms_since(start) / 1000);
+  });
+}
+
+// ------------------------------------------------------------ Several GPUs
+
+class NcclRanks : public testing::Test {
+ protected:
+  void SetUp() override {
+    SKIP_WITHOUT_GPU();
+    if (!std::getenv("WORLD_SIZE")) {
+      GTEST_SKIP() << "start it by: fsdp run -n GPUS -- gpu_tests --gtest_filter='NcclRanks.*'";
+    }
+    if (torch::cuda::device_count() < 2) {
+      GTEST_SKIP() << "there is one GPU here, and nccl wants one per rank";
+    }
+    joined.emplace(InitOptions{.backend = "nccl"});
+  }
+  std::optional<Joined> joined;
+};
+
+TEST_F(NcclRanks, MatchTheDefinitionsAndTrain) {
+  const c10::Device mine(torch::kCUDA, static_cast<c10::DeviceIndex>(get_local_rank()));
+  check_every_collective(default_group(), 5, mine);
+  check_every_collective(default_group(), 70'000, mine);
+  const auto mesh = init_device_mesh(torch::kCUDA, {get_world_size()});
+  for (const ReshardAfterForward& reshard :
+       {ReshardAfterForward(true), ReshardAfterForward(false)}) {
+    auto net = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
+    auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
+    reference->to(mine);
+    shard_transformer(net, {.mesh = mesh, .reshard_after_forward = reshard});
+    FSDPModule::of(net).set_allocate_memory_from_process_group_for_comm(true);
+    train_and_compare(net, reference, [&](Transformer& each, int step) {
+      return each(random_tokens(step, {2, 16}, 8).to(mine)).sum();
+    });
+  }
+}
+
+} // namespace
+} // namespace fsdp
