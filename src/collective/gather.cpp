@@ -1,8 +1,10 @@
 #include "collective/gather.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace fsdp::detail {
@@ -25,6 +27,27 @@ Gathered start_gather(
   gathered.work = comm(gathered.buffer, gathered.input, group, /*async_op=*/true);
   gathered.issued = StreamEvent::of(streams.all_gather);
   return gathered;
+}
+
+Gathered start_placed_gather(
+    at::Tensor input, const ProcessGroup& group, std::shared_ptr<const GatherPlan> plan) {
+  Gathered gathered;
+  gathered.placed = true;
+  gathered.input = std::move(input);
+  gathered.buffer = at::empty({plan->out_numel}, gathered.input.options());
+  gathered.work = all_gather_placed_async(group, gathered.buffer, gathered.input, std::move(plan));
+  return gathered;
+}
+
+void copy_out(const at::Tensor& buffer, const GatherPlan& plan, const at::Tensor& whole) {
+  constexpr int64_t kGrainSize = 32768; // from where torch's own operators use threads
+  const auto grain = kGrainSize / std::max<int64_t>(plan.in_numel, 1) + 1;
+  const auto rows = buffer.view({plan.ranks, plan.in_numel}).unbind(0);
+  at::parallel_for(0, plan.ranks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t rank = begin; rank < end; ++rank) {
+      place(whole, rows[rank], plan, rank);
+    }
+  });
 }
 
 void copy_out(

@@ -70,13 +70,7 @@ struct CommDebugMode::Observer : detail::CollectiveObserver {
       const detail::CollectiveCall& call,
       const std::string& group,
       const std::string& module) override {
-    int64_t bytes = 0;
-    for (const auto* tensor : {&call.output, &call.input}) {
-      if (tensor->defined()) {
-        bytes = std::max(bytes, static_cast<int64_t>(tensor->nbytes()));
-      }
-    }
-    calls.push_back({to_string(call.kind), bytes, group, module});
+    calls.push_back({to_string(call.kind), call.bytes(), group, module});
   }
 
   std::vector<Call> calls;
