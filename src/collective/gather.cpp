@@ -1,11 +1,11 @@
 #include "collective/gather.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
-#include <algorithm>
 #include <utility>
+
+#include "collective/over_ranks.h"
 
 namespace fsdp::detail {
 
@@ -40,14 +40,9 @@ Gathered start_placed_gather(
 }
 
 void copy_out(const at::Tensor& buffer, const GatherPlan& plan, const at::Tensor& whole) {
-  constexpr int64_t kGrainSize = 32768; // from where torch's own operators use threads
-  const auto grain = kGrainSize / std::max<int64_t>(plan.in_numel, 1) + 1;
   const auto rows = buffer.view({plan.ranks, plan.in_numel}).unbind(0);
-  at::parallel_for(0, plan.ranks, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t rank = begin; rank < end; ++rank) {
-      place(whole, rows[rank], plan, rank);
-    }
-  });
+  over_ranks(
+      plan.ranks, plan.in_numel, [&](int64_t rank) { place(whole, rows[rank], plan, rank); });
 }
 
 void copy_out(

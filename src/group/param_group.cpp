@@ -174,7 +174,14 @@ std::shared_ptr<const GatherPlan> FSDPParamGroup::gather_plan() const {
       .out_numel = layout_.unsharded_numel};
   for (const auto i : layout_.order) {
     const auto& part = layout_.parts[i];
-    plan.parts.push_back({part.gathered.offset, part.unsharded_offset, part.gathered.numel});
+    const auto units =
+        c10::elementSize(gather_dtype(*params_[i])) / c10::elementSize(layout_.gather_dtype);
+    plan.parts.push_back(
+        {.in = part.gathered.offset,
+         .out = part.unsharded_offset,
+         .numel = part.gathered.numel,
+         .whole =
+             c10::multiply_integers(params_[i]->geometry().sizes) * static_cast<int64_t>(units)});
   }
   return std::make_shared<GatherPlan>(std::move(plan));
 }

@@ -8,38 +8,29 @@
 
 namespace fsdp::detail {
 
-namespace {
-
-/// Calls `copy(to, from, bytes)` for the first rank's place of every part.
-template <class Copy>
-void for_each_part(
-    const at::Tensor& out, const at::Tensor& in, const GatherPlan& plan, const Copy& copy) {
+void place(const at::Tensor& out, const at::Tensor& in, const GatherPlan& plan, int64_t rank) {
   const auto size = static_cast<int64_t>(in.element_size());
   auto* to = static_cast<char*>(out.data_ptr());
   const auto* from = static_cast<const char*>(in.const_data_ptr());
   for (const auto& part : plan.parts) {
-    if (part.numel > 0) {
-      copy(to + part.out * size, from + part.in * size, part.numel * size);
+    const auto before = rank * part.numel;
+    const auto numel = std::min(part.numel, part.whole - before);
+    if (numel > 0) {
+      std::memcpy(to + (part.out + before) * size, from + part.in * size, numel * size);
     }
   }
 }
 
-} // namespace
-
-void place(const at::Tensor& out, const at::Tensor& in, const GatherPlan& plan, int64_t rank) {
-  for_each_part(out, in, plan, [&](char* to, const char* from, int64_t bytes) {
-    std::memcpy(to + rank * bytes, from, bytes);
-  });
-}
-
 void place_repeated(const at::Tensor& out, const at::Tensor& in, const GatherPlan& plan) {
-  for_each_part(out, in, plan, [&](char* to, const char* from, int64_t bytes) {
-    std::memcpy(to, from, bytes);
+  place(out, in, plan, /*rank=*/0);
+  const auto size = static_cast<int64_t>(in.element_size());
+  for (const auto& part : plan.parts) {
+    auto* run = static_cast<char*>(out.data_ptr()) + part.out * size;
     // Twice as much each time: few copies however many ranks.
-    for (int64_t done = 1; done < plan.ranks; done *= 2) {
-      std::memcpy(to + done * bytes, to, std::min(done, plan.ranks - done) * bytes);
+    for (int64_t done = part.numel; 0 < done && done < part.whole; done *= 2) {
+      std::memcpy(run + done * size, run, std::min(done, part.whole - done) * size);
     }
-  });
+  }
 }
 
 bool places_gathers(const ProcessGroup& group, c10::Device device) {

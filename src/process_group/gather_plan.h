@@ -18,12 +18,14 @@ namespace fsdp::detail {
 // per rank, and their result is copied out by the same plan.
 
 /// Where the parts of what each rank sends belong. Part p of rank r goes to
-/// `out + r * numel` of p, so that the ranks' form one run.
+/// `out + r * numel` of p, so that the ranks' form one run. What comes last in a
+/// run may be padding, which is not written.
 struct GatherPlan {
   struct Part {
     int64_t in = 0; // offsets and lengths in elements
     int64_t out = 0;
-    int64_t numel = 0;
+    int64_t numel = 0; // of one rank
+    int64_t whole = 0; // of the run, without padding
   };
   std::vector<Part> parts;
   int64_t ranks = 1;

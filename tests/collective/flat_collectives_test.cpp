@@ -29,14 +29,16 @@ TEST(Gather, MakesEachPartContiguous) {
 TEST(Gather, PutsPartsWhereTheyBelong) {
   run_ranks(3, [](int rank) {
     const auto shard = torch::arange(3.0) + 10 * rank;
-    // Two elements of each rank at 0, one at 8.
+    // Two elements of each rank at 0, of which the last is padding; one at 8.
     const auto plan = std::make_shared<GatherPlan>(GatherPlan{
-        .parts = {{.in = 0, .out = 0, .numel = 2}, {.in = 2, .out = 8, .numel = 1}},
+        .parts =
+            {{.in = 0, .out = 0, .numel = 2, .whole = 5},
+             {.in = 2, .out = 8, .numel = 1, .whole = 3}},
         .ranks = 3,
         .in_numel = 3,
         .out_numel = 12});
     const auto expect_placed = [](const torch::Tensor& whole) {
-      EXPECT_SAME(whole.narrow(0, 0, 6), torch::tensor({0.f, 1.f, 10.f, 11.f, 20.f, 21.f}));
+      EXPECT_SAME(whole.narrow(0, 0, 5), torch::tensor({0.f, 1.f, 10.f, 11.f, 20.f}));
       EXPECT_SAME(whole.narrow(0, 8, 3), torch::tensor({2.f, 12.f, 22.f}));
     };
     ASSERT_TRUE(places_gathers(default_group(), torch::kCPU));
@@ -53,6 +55,7 @@ TEST(Gather, PutsPartsWhereTheyBelong) {
     const auto version = whole._version();
     copy_out(gathered.buffer, *plan, whole);
     expect_placed(whole);
+    EXPECT_EQ(whole[5].item<float>(), 0);
     EXPECT_EQ(whole._version(), version);
   });
 }
@@ -60,11 +63,16 @@ TEST(Gather, PutsPartsWhereTheyBelong) {
 TEST(Gather, OfAFakeGroupRepeatsTheShard) {
   for (const int64_t ranks : {2, 3, 5, 8}) {
     const GatherPlan plan{
-        .parts = {{.in = 1, .out = 0, .numel = 2}}, .ranks = ranks, .in_numel = 3, .out_numel = 16};
+        .parts = {{.in = 1, .out = 0, .numel = 2, .whole = 2 * ranks - 1}},
+        .ranks = ranks,
+        .in_numel = 3,
+        .out_numel = 16};
     const auto whole = torch::zeros({16});
-    place_repeated(whole, torch::arange(3.0), plan);
-    EXPECT_SAME(whole.narrow(0, 0, 2 * ranks), torch::arange(1.0, 3.0).repeat(ranks));
-    EXPECT_EQ(whole.sum().item<double>(), 3 * ranks);
+    place_repeated(whole, torch::arange(3.0).to(torch::kFloat), plan);
+    auto expected = torch::zeros({16});
+    expected.narrow(0, 0, 2 * ranks) = torch::tensor({1.f, 2.f}).repeat(ranks);
+    expected[2 * ranks - 1] = 0;
+    EXPECT_SAME(whole, expected);
   }
 }
 
