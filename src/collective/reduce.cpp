@@ -22,19 +22,9 @@ at::Tensor by_rows(const ReduceInput& input, int64_t num_ranks) {
 }
 
 /// Every rank's rows of every gradient, rank after rank, and zeros for the rows
-/// that are missing.
-void lay_out(const at::Tensor& flat, const std::vector<at::Tensor>& grads, int64_t num_ranks) {
-  const bool plain_bytes =
-      flat.is_cpu() && std::all_of(grads.begin(), grads.end(), [&](const auto& grad) {
-        return grad.scalar_type() == flat.scalar_type() && grad.is_contiguous() && !grad.is_neg() &&
-               !grad.is_conj();
-      });
-  if (!plain_bytes) {
-    auto rows = flat.view({num_ranks, -1});
-    at::_chunk_cat_out(rows, grads, /*dim=*/0, num_ranks);
-    return;
-  }
-  // The same without four operators for each.
+/// that are missing: contiguous ones of one dtype, on the CPU.
+void lay_out_bytes(
+    const at::Tensor& flat, const std::vector<at::Tensor>& grads, int64_t num_ranks) {
   struct Rows {
     const char* from;
     int64_t bytes; // of all of them
@@ -61,6 +51,27 @@ void lay_out(const at::Tensor& flat, const std::vector<at::Tensor>& grads, int64
       to += rows.part;
     }
   });
+}
+
+/// The same for all, with a cast.
+void lay_out(const at::Tensor& flat, const std::vector<at::Tensor>& grads, int64_t num_ranks) {
+  const auto dtype = grads.front().scalar_type();
+  const bool plain =
+      flat.is_cpu() && std::all_of(grads.begin(), grads.end(), [&](const auto& grad) {
+        return grad.scalar_type() == dtype && grad.is_contiguous() && !grad.is_neg() &&
+               !grad.is_conj();
+      });
+  if (!plain) {
+    auto rows = flat.view({num_ranks, -1});
+    at::_chunk_cat_out(rows, grads, /*dim=*/0, num_ranks);
+  } else if (dtype == flat.scalar_type()) {
+    lay_out_bytes(flat, grads, num_ranks);
+  } else {
+    // The operator above asks four more of every gradient; this is one cast of all.
+    const auto uncast = at::empty(flat.sizes(), flat.options().dtype(dtype));
+    lay_out_bytes(uncast, grads, num_ranks);
+    flat.copy_(uncast);
+  }
 }
 
 } // namespace
