@@ -10,6 +10,8 @@
 #include <optional>
 #include <utility>
 
+#include "runtime/event_pool.h"
+
 namespace fsdp::detail {
 
 /// Whether work on `device` is queued on streams; on the CPU (and on meta) it
@@ -53,8 +55,9 @@ class StreamEvent {
   static StreamEvent of(const OptionalStream& stream) {
     StreamEvent event;
     if (stream) {
-      event.event_ = std::make_shared<c10::Event>(stream->device_type());
+      event.event_ = pooled_event(stream->device());
       event.event_->record(*stream);
+      ++event_operations.records;
     }
     return event;
   }
@@ -63,6 +66,7 @@ class StreamEvent {
   void block(const OptionalStream& stream) const {
     if (event_ && stream) {
       event_->block(*stream);
+      ++event_operations.waits;
     }
   }
   /// The calling thread waits for it.
