@@ -21,6 +21,7 @@ struct Options {
   TransformerOptions model;
   int64_t sequence = 16;
   int world_size = 8;
+  int64_t min_shard_numel = 0; // of ours
   int rounds = 11;
   int steps = 20;
   std::string dtype = "fp32";
@@ -66,7 +67,8 @@ class Model {
     if (sharded) {
       fsdp::FullyShardOptions how{
           .mesh = fsdp::init_device_mesh(torch::kCPU, {options.world_size}, {"dp"}),
-          .reshard_after_forward = true};
+          .reshard_after_forward = true,
+          .min_shard_numel = options.min_shard_numel};
       if (options.is_bf16()) {
         how.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
       }
