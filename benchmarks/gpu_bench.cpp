@@ -30,8 +30,8 @@
 #include <optional>
 #include <sstream>
 
-#include "line_process.h"
-#include "statistics.h"
+#include "child.h"
+#include "measure.h"
 #include "transformer.h"
 
 namespace {
@@ -202,7 +202,7 @@ struct Options {
 
 /// By form: the children, and seconds per step without and with the optimizer, by round.
 struct Forms {
-  std::map<char, std::unique_ptr<bench::LineProcess>> children;
+  std::map<char, std::unique_ptr<bench::Child>> children;
   std::map<char, json> hello;
   std::map<char, std::array<std::vector<double>, 2>> seconds;
   std::map<char, double> memory;
@@ -229,7 +229,7 @@ Forms start(const Case& which, const std::string& self, const Options& options) 
       add("world-size", kWorldSize);
       add("bf16", which.bf16 ? 1 : 0);
     }
-    forms.children[form] = std::make_unique<bench::LineProcess>(words);
+    forms.children[form] = std::make_unique<bench::Child>(words);
   }
   for (auto& [form, child] : forms.children) {
     const auto line = child->read_line();

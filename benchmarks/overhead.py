@@ -3,6 +3,7 @@
   check      one step of both models: what they are, what they computed and communicated, as JSON
   plain N    N steps of the plain model: median seconds of the step, of forward and backward, of the rest
   fsdp N     the same with fully_shard
+  phases N   N steps with fully_shard: median seconds in each phase, as FSDP2's own functions divide them
   fake M N   torch's fake group alone: median seconds of the collectives of a group and step, shards of M, N times
 """
 
@@ -15,82 +16,17 @@ import warnings
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
+from transformer import Transformer, batch_of, fill_parameters, loss_of
 
 try:
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     NO_FSDP = None
 except ImportError as error:
     NO_FSDP = str(error)
-
-
-# The model of transformer.h: change both.
-
-
-class RmsNorm(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.sizes = (dim,)
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x):
-        return F.rms_norm(x, self.sizes, self.weight, 1e-5)
-
-
-class Block(nn.Module):
-    def __init__(self, dim, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm1 = RmsNorm(dim)
-        self.query = nn.Linear(dim, dim, bias=False)
-        self.key = nn.Linear(dim, dim, bias=False)
-        self.value = nn.Linear(dim, dim, bias=False)
-        self.output = nn.Linear(dim, dim, bias=False)
-        self.norm2 = RmsNorm(dim)
-        self.gate = nn.Linear(dim, 4 * dim, bias=False)
-        self.up = nn.Linear(dim, 4 * dim, bias=False)
-        self.down = nn.Linear(4 * dim, dim, bias=False)
-
-    def split(self, t):
-        return t.view(t.size(0), t.size(1), self.heads, -1).transpose(1, 2)
-
-    def attention(self, x):
-        mixed = F.scaled_dot_product_attention(
-            self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x)), is_causal=True
-        )
-        return self.output(mixed.transpose(1, 2).reshape(x.shape))
-
-    def forward(self, x):
-        x = x + self.attention(self.norm1(x))
-        h = self.norm2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-class Transformer(nn.Module):
-    def __init__(self, dim, layers, heads, vocabulary):
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, dim)
-        self.blocks = []
-        for i in range(layers):
-            self.blocks.append(Block(dim, heads))
-            self.add_module(f"block{i}", self.blocks[-1])
-        self.norm = RmsNorm(dim)
-        self.head = nn.Linear(dim, vocabulary, bias=False)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-@torch.no_grad()
-def fill_parameters(model):
-    for parameter in model.parameters():
-        parameter.copy_(torch.arange(parameter.numel(), dtype=torch.float).cos().mul(0.1).view_as(parameter))
 
 
 def clock(options):
@@ -102,25 +38,32 @@ class Side:
 
     def __init__(self, options, sharded):
         self.now = clock(options)
-        self.model = Transformer(options.dim, options.layers, options.heads, options.vocabulary)
+        self.model = Transformer(
+            options.dim, options.layers, options.heads, options.vocabulary, options.params_per_group
+        )
         fill_parameters(self.model)
         self.shapes = {name: list(p.shape) for name, p in self.model.named_parameters()}
         if sharded:
-            mesh = dist.init_device_mesh("cpu", (options.world_size,))
+            how = {
+                "mesh": dist.init_device_mesh("cpu", (options.world_size,)),
+                "reshard_after_forward": True,
+            }
+            if options.dtype == "bf16":
+                how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
             for block in self.model.blocks:
-                fully_shard(block, mesh=mesh, reshard_after_forward=True)
-            fully_shard(self.model, mesh=mesh, reshard_after_forward=True)
+                fully_shard(block, **how)
+            fully_shard(self.model, **how)
+        elif options.dtype == "bf16":
+            self.model.to(torch.bfloat16)  # so that both compute the same
         self.optimizer = None
         if options.optimizer == "adamw":
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         else:
             self.parameters = list(self.model.parameters())
-        self.tokens = (torch.arange(options.sequence) * 7 % options.vocabulary).view(1, -1)
-        self.targets = torch.arange(options.sequence) * 11 % options.vocabulary
+        self.batch = batch_of(1, options.sequence, options.vocabulary)
 
     def forward_backward(self):
-        logits = self.model(self.tokens)
-        loss = F.cross_entropy(logits.view(-1, logits.size(-1)), self.targets)
+        loss = loss_of(self.model, self.batch)
         loss.backward()
         return loss
 
@@ -166,6 +109,63 @@ class Side:
         }
 
 
+PHASES = ["pre_forward", "post_forward", "pre_backward", "post_backward", "final"]
+
+
+class PhaseClock:
+    """While entered, adds up the time inside FSDP2's own functions, each instant to the innermost one."""
+
+    def __init__(self, now):
+        self.now = now
+        self.inside = []
+        self.since = 0.0
+        self.times = dict.fromkeys(PHASES, 0.0)
+        self.functions = [(FSDPParamGroup, phase, phase) for phase in PHASES[:-1]]
+        self.functions.append((FSDPState, "_root_post_backward_final_callback", "final"))
+        self.originals = [getattr(owner, name) for owner, name, _ in self.functions]
+
+    def charge(self):
+        time = self.now()
+        if self.inside:
+            self.times[self.inside[-1]] += time - self.since
+        self.since = time
+
+    def timed(self, function, phase):
+        def call(*args, **kwargs):
+            self.charge()
+            self.inside.append(phase)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.charge()
+                self.inside.pop()
+
+        return call
+
+    def __enter__(self):
+        for (owner, name, phase), function in zip(self.functions, self.originals):
+            setattr(owner, name, self.timed(function, phase))
+        return self
+
+    def __exit__(self, *_):
+        for (owner, name, _), function in zip(self.functions, self.originals):
+            setattr(owner, name, function)
+
+    def take(self):
+        times, self.times = self.times, dict.fromkeys(PHASES, 0.0)
+        return [times[phase] for phase in PHASES]
+
+
+def time_phases(now, side, steps):
+    times = []
+    with PhaseClock(now) as phases:
+        for _ in range(steps + 1):
+            side.forward_backward()
+            side.finish()
+            times.append(phases.take())
+    return [statistics.median(column) for column in zip(*times[1:])]
+
+
 def time_fake_group(now, shard_numel, repeats):
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     large = torch.zeros(shard_numel * backend.size())
@@ -182,8 +182,9 @@ def time_fake_group(now, shard_numel, repeats):
 
 def main():
     parser = argparse.ArgumentParser()
-    for name in ["dim", "layers", "heads", "vocabulary", "sequence", "world-size"]:
+    for name in ["dim", "layers", "heads", "vocabulary", "params-per-group", "sequence", "world-size"]:
         parser.add_argument("--" + name, type=int, required=True)
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], required=True)
     parser.add_argument("--optimizer", choices=["adamw", "none"], required=True)
     parser.add_argument("--clock", choices=["wall", "cpu"], required=True)
     options = parser.parse_args()
@@ -201,6 +202,8 @@ def main():
         command, *words = line.split()
         if command == "check":
             print(json.dumps({name: side.check() for name, side in sides.items()}), flush=True)
+        elif command == "phases":
+            print(*time_phases(clock(options), sides["fsdp"], int(words[0])), flush=True)
         elif command == "fake":
             print(time_fake_group(clock(options), *map(int, words)), flush=True)
         else:

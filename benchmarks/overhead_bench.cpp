@@ -10,289 +10,45 @@
 // Differences and ratios are taken within a round first. A sharded optimizer updates
 // fewer elements, so its part of the cost may be negative: hence also the ratio without. Before
 // anything is timed, both sides are compared: parameters, groups, loss, gradients, collectives.
+//
+// `--sweep` does that for all sizes of interest, each in a process of its own.
 #include <ATen/record_function.h>
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <fsdp/fsdp.h>
-#if __has_include(<fsdp/debug.h>)
-#include <fsdp/debug.h>
-#define HAS_COMM_DEBUG 1
-#endif
-#if __has_include(<fsdp/optim.h>)
-#include <fsdp/optim.h>
-#define HAS_OPTIMIZER 1
-#endif
 
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
-#include <ctime>
 #include <iostream>
 #include <map>
 #include <optional>
-#include <sstream>
 
-#include "line_process.h"
-#include "statistics.h"
-#include "transformer.h"
+#include "overhead_model.h"
+#include "overhead_phases.h"
+#include "overhead_python.h"
+#include "overhead_report.h"
 
 namespace {
 
-using bench::by_round;
-using bench::Figure;
-using bench::median;
+using namespace bench;
 using nlohmann::json;
-
-/// Seconds by the wall clock, or of this process on a processor (--clock cpu).
-double now(clockid_t clock) {
-  timespec time;
-  clock_gettime(clock, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
 
 constexpr int kFakeRepeats = 200;
 
-struct Options {
-  bench::TransformerOptions model;
-  int64_t sequence = 16;
-  int world_size = 8;
-  int rounds = 11;
-  int steps = 20;
-#ifdef HAS_OPTIMIZER
-  std::string optimizer = "adamw";
-#else
-  std::string optimizer = "none";
-#endif
-  std::string clock = "wall";
-  std::string python = FSDP_BENCH_PYTHON;
-  std::string script = FSDP_BENCH_DIR "/overhead.py";
-
-  clockid_t clock_id() const {
-    return clock == "cpu" ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_MONOTONIC;
-  }
-};
-
-json json_of(const Figure& figure) {
-  return {{"median", figure.median}, {"low", figure.low}, {"high", figure.high}};
-}
-
-/// The parts of a step that are timed. A new one goes here, in Model::time and in
-/// overhead.py.
-enum Part { Step, ForwardBackward, Optimizer, kParts };
-constexpr const char* kPartNames[] = {"step", "forward_backward", "optimizer"};
-
-/// Seconds per step, of each part.
-using Times = std::array<double, kParts>;
-
-// ------------------------------------------------------------ The C++ side
-
-/// What one step computed and communicated.
-struct Checked {
-  double loss = 0;
-  double grad_norm = 0; // of this rank's shards
-  std::optional<int64_t> all_gathers;
-  std::optional<int64_t> reduce_scatters;
-};
-
-class Model {
- public:
-  Model(const Options& options, bool sharded) : net_(options.model), clock_(options.clock_id()) {
-    bench::fill_parameters(*net_);
-    for (const auto& item : net_->named_parameters()) {
-      shapes_[item.key()] = item.value().sizes().vec();
-    }
-    if (sharded) {
-      const auto mesh = fsdp::init_device_mesh(torch::kCPU, {options.world_size}, {"dp"});
-      for (auto& block : net_->blocks) {
-        fsdp::fully_shard(block, {.mesh = mesh, .reshard_after_forward = true});
-      }
-      fsdp::fully_shard(net_, {.mesh = mesh, .reshard_after_forward = true});
-    }
-    parameters_ = net_->parameters();
-    if (options.optimizer == "adamw") {
-#ifdef HAS_OPTIMIZER
-      optimizer_ = std::make_unique<fsdp::optim::AdamW>(parameters_, kLearningRate);
-#else
-      TORCH_CHECK(false, "this build has no fsdp::optim::AdamW; use --optimizer none");
-#endif
-    }
-    const auto position = torch::arange(options.sequence);
-    tokens_ = (position * 7).remainder(options.model.vocabulary).view({1, -1});
-    targets_ = (position * 11).remainder(options.model.vocabulary);
-  }
-
-  torch::Tensor forward_backward() {
-    const auto logits = net_(tokens_);
-    auto loss = torch::cross_entropy_loss(logits.view({-1, logits.size(-1)}), targets_);
-    loss.backward();
-    return loss;
-  }
-
-  /// The optimizer's step, and an end to the gradients.
-  void finish() {
-    if (optimizer_) {
-      optimizer_->step();
-      optimizer_->zero_grad();
-    } else {
-      for (auto& parameter : parameters_) {
-        parameter.mutable_grad() = torch::Tensor();
-      }
-    }
-  }
-
-  void step() {
-    forward_backward();
-    finish();
-  }
-
-  /// Median over the steps; one more, before them, warms up.
-  Times time(int steps) {
-    std::array<std::vector<double>, kParts> times;
-    step();
-    for (int i = 0; i < steps; ++i) {
-      const auto start = now(clock_);
-      forward_backward();
-      const auto middle = now(clock_);
-      finish();
-      const auto end = now(clock_);
-      times[Step].push_back(end - start);
-      times[ForwardBackward].push_back(middle - start);
-      times[Optimizer].push_back(end - middle);
-    }
-    Times result;
-    for (int part = 0; part < kParts; ++part) {
-      result[part] = median(times[part]);
-    }
-    return result;
-  }
-
-  Checked check() {
-    Checked result;
-    {
-#ifdef HAS_COMM_DEBUG
-      fsdp::CommDebugMode comm;
-#endif
-      result.loss = forward_backward().item<double>();
-#ifdef HAS_COMM_DEBUG
-      result.all_gathers = comm.count("all_gather");
-      result.reduce_scatters = comm.count("reduce_scatter");
-#endif
-    }
-    double square = 0;
-    for (const auto& parameter : parameters_) {
-      square += parameter.grad().to(torch::kDouble).square().sum().item<double>();
-    }
-    result.grad_norm = std::sqrt(square);
-    finish();
-    return result;
-  }
-
-  int64_t groups() const {
-    const auto modules = net_->modules();
-    return std::count_if(modules.begin(), modules.end(), [](const auto& module) {
-      return fsdp::is_fsdp_module(*module);
-    });
-  }
-  /// Of the whole parameters.
-  const std::map<std::string, std::vector<int64_t>>& shapes() const {
-    return shapes_;
-  }
-  /// Elements of one rank's shard of a block, padding included.
-  int64_t block_shard_numel(int64_t world_size) const {
-    int64_t numel = 0;
-    for (const auto& [name, sizes] : shapes_) {
-      if (name.starts_with("block0.")) {
-        const auto rows = (sizes[0] + world_size - 1) / world_size;
-        numel += rows * c10::multiply_integers(sizes) / sizes[0];
-      }
-    }
-    return numel;
-  }
-
- private:
-  static constexpr double kLearningRate = 1e-5; // nothing becomes small or large
-
-  bench::Transformer net_;
-  const clockid_t clock_;
-  std::map<std::string, std::vector<int64_t>> shapes_;
-  std::vector<torch::Tensor> parameters_;
-  std::unique_ptr<torch::optim::Optimizer> optimizer_;
-  torch::Tensor tokens_;
-  torch::Tensor targets_;
-};
-
-// ------------------------------------------------------------ The Python side
-
-/// overhead.py in a child, which works only while it is asked.
-class Python {
- public:
-  explicit Python(const Options& options) : child_(words_of(options)) {
-    if (const auto line = child_.read_line()) {
-      hello_ = json::parse(*line);
-    }
-  }
-
-  /// Why there is nothing to compare with; empty if there is.
-  std::string missing() const {
-    if (hello_.is_null()) {
-      return "it could not start";
-    }
-    return hello_["no_fsdp"].is_null() ? ""
-                                       : "no fully_shard: " + hello_["no_fsdp"].get<std::string>();
-  }
-  const json& hello() const {
-    return hello_;
-  }
-  json check() {
-    return json::parse(child_.ask("check"));
-  }
-  double time_fake_group(int64_t shard_numel, int repeats) {
-    return std::stod(child_.ask(c10::str("fake ", shard_numel, " ", repeats)));
-  }
-  Times time(const char* model, int steps) {
-    std::istringstream answer(child_.ask(c10::str(model, " ", steps)));
-    Times times;
-    for (auto& seconds : times) {
-      answer >> seconds;
-    }
-    TORCH_CHECK(answer, "the Python side answered '", answer.str(), "'");
-    return times;
-  }
-
- private:
-  static std::vector<std::string> words_of(const Options& options) {
-    std::vector<std::string> words{options.python, options.script};
-    const auto add = [&](const char* name, const auto& value) {
-      words.push_back(std::string("--") + name);
-      words.push_back(c10::str(value));
-    };
-    add("dim", options.model.dim);
-    add("layers", options.model.layers);
-    add("heads", options.model.heads);
-    add("vocabulary", options.model.vocabulary);
-    add("sequence", options.sequence);
-    add("world-size", options.world_size);
-    add("optimizer", options.optimizer);
-    add("clock", options.clock);
-    return words;
-  }
-
-  bench::LineProcess child_;
-  json hello_;
-};
-
 // ------------------------------------------------------------ Is it honest?
 
-bool close_to(double x, double y) {
-  return std::abs(x - y) <= 1e-4 * std::max(std::abs(x), std::abs(y));
+bool close_to(double x, double y, double tolerance) {
+  return std::abs(x - y) <= tolerance * std::max(std::abs(x), std::abs(y));
 }
 
 /// Throws where the four forms are not what they are said to be. Returns sentences.
-std::vector<std::string> check_all(Model& plain, Model& sharded, Python* python) {
+std::vector<std::string> check_all(
+    const Options& options, Model& plain, Model& sharded, Python* python) {
+  const double tolerance = options.is_bf16() ? 1e-2 : 1e-4;
   std::vector<std::string> said;
   const auto groups = sharded.groups();
   const auto a = plain.check();
@@ -303,11 +59,7 @@ std::vector<std::string> check_all(Model& plain, Model& sharded, Python* python)
         " all-gathers and ", reductions, " reduce-scatters in a step of ", groups, " groups");
     said.push_back(c10::str(whose, " side ran 2 all-gathers and 1 reduce-scatter per group"));
   };
-  if (b.all_gathers) {
-    compare_counts("the C++", *b.all_gathers, *b.reduce_scatters);
-  } else {
-    said.push_back("our collectives were not counted: this build has no <fsdp/debug.h>");
-  }
+  compare_counts("the C++", b.all_gathers, b.reduce_scatters);
   if (!python) {
     return said;
   }
@@ -326,13 +78,16 @@ std::vector<std::string> check_all(Model& plain, Model& sharded, Python* python)
     const auto loss = theirs["loss"].get<double>();
     const auto norm = theirs["grad_norm"].get<double>();
     TORCH_CHECK(
-        close_to(ours.loss, loss) && close_to(ours.grad_norm, norm), what, ": C++ has loss ",
-        ours.loss, " and gradient norm ", ours.grad_norm, ", Python ", loss, " and ", norm);
+        close_to(ours.loss, loss, tolerance) && close_to(ours.grad_norm, norm, tolerance), what,
+        ": C++ has loss ", ours.loss, " and gradient norm ", ours.grad_norm, ", Python ", loss,
+        " and ", norm);
     said.push_back(c10::str(
         what, " agree on loss (", ours.loss, ") and gradients (norm ", ours.grad_norm, ")"));
   };
   compare("a and c", a, answer["plain"]);
-  compare("b and d", b, answer["fsdp"]); // both fake groups repeat rank 0's shard
+  if (options.min_shard_numel == 0) {      // else there is more on this rank
+    compare("b and d", b, answer["fsdp"]); // both fake groups repeat rank 0's shard
+  }
   return said;
 }
 
@@ -396,13 +151,10 @@ void print_operators(Model& plain, Model& sharded) {
   }
 }
 
-// ------------------------------------------------------------ Rounds and report
+// ------------------------------------------------------------ Rounds
 
-/// By form (a, b, c, d), then part: the rounds.
-using Rounds = std::map<char, std::array<std::vector<double>, kParts>>;
-
-Rounds measure(const Options& options, Model& plain, Model& sharded, Python* python) {
-  Rounds rounds;
+Measured measure(const Options& options, Model& plain, Model& sharded, Python* python) {
+  Measured result{.groups = sharded.groups()};
   for (int round = 0; round < options.rounds; ++round) {
     std::string order = python ? "abcd" : "ab";
     if (round % 2 == 1) {
@@ -414,142 +166,122 @@ Rounds measure(const Options& options, Model& plain, Model& sharded, Python* pyt
                          : form == 'c' ? python->time("plain", options.steps)
                                        : python->time("fsdp", options.steps);
       for (int part = 0; part < kParts; ++part) {
-        rounds[form][part].push_back(times[part]);
+        result.rounds[form][part].push_back(times[part]);
       }
     }
   }
-  return rounds;
+  result.phases['b'] = time_phases(sharded, options.steps, options.clock_id());
+  const auto shard_numel = sharded.block_shard_numel(options.world_size);
+  result.ours_fake = time_fake_group(shard_numel, kFakeRepeats, options.clock_id());
+  if (python) {
+    result.phases['d'] = python->time_phases(options.steps);
+    result.torch_fake = python->time_fake_group(shard_numel, kFakeRepeats);
+  }
+  return result;
 }
 
-class Report {
- public:
-  Report(const Options& options, Rounds rounds, int64_t groups, double ours_fake, double torch_fake)
-      : options_(options),
-        rounds_(std::move(rounds)),
-        groups_(static_cast<double>(groups)),
-        ours_fake_(ours_fake),
-        torch_fake_(torch_fake),
-        has_python_(rounds_.contains('c')) {}
+// ------------------------------------------------------------ Sizes
 
-  Figure time(char form, Part part) const {
-    return Figure(rounds_.at(form)[part]);
+/// What one size, in a process of its own, reports.
+json run_size(const std::string& command) {
+  FILE* pipe = popen(command.c_str(), "r");
+  TORCH_CHECK(pipe, "cannot run ", command);
+  std::string text;
+  for (int c = fgetc(pipe); c != EOF; c = fgetc(pipe)) {
+    text.push_back(static_cast<char>(c));
   }
-  /// Seconds per group and step that `sharded` takes more than `plain`.
-  std::vector<double> cost(char sharded, char plain, Part part) const {
-    return by_round(options_.rounds, [&](size_t i) {
-      return (rounds_.at(sharded)[part][i] - rounds_.at(plain)[part][i]) / groups_;
-    });
-  }
-  Figure cost_ratio(Part part, double less_theirs = 0, double less_ours = 0) const {
-    const auto theirs = cost('d', 'c', part);
-    const auto ours = cost('b', 'a', part);
-    return Figure(by_round(options_.rounds, [&](size_t i) {
-      return (theirs[i] - less_theirs) / (ours[i] - less_ours);
-    }));
-  }
-  Figure step_ratio() const {
-    return Figure(by_round(options_.rounds, [&](size_t i) {
-      return rounds_.at('d')[Step][i] / rounds_.at('b')[Step][i];
-    }));
-  }
-  /// Without what the fake groups take by themselves, which differ.
-  Figure cost_ratio_without_fake() const {
-    return cost_ratio(Step, torch_fake_, ours_fake_);
-  }
+  TORCH_CHECK(pclose(pipe) == 0, command, " failed");
+  return json::parse(text);
+}
 
-  json to_json() const {
-    json out;
-    for (const auto& [form, parts] : rounds_) {
-      for (int part = 0; part < kParts; ++part) {
-        out["seconds_per_step"][std::string(1, form)][kPartNames[part]] =
-            json_of(Figure(parts[part]));
-      }
-    }
-    for (int part = 0; part < kParts; ++part) {
-      const auto p = static_cast<Part>(part);
-      auto& cost_out = out["seconds_per_group_and_step"];
-      cost_out["ours"][kPartNames[part]] = json_of(Figure(cost('b', 'a', p)));
-      if (has_python_) {
-        cost_out["python"][kPartNames[part]] = json_of(Figure(cost('d', 'c', p)));
-      }
-    }
-    out["fake_group_seconds_per_group_and_step"] = {{"ours", ours_fake_}, {"torch", torch_fake_}};
-    if (has_python_) {
-      out["cost_ratio"] = json_of(cost_ratio(Step));
-      out["cost_ratio_forward_backward"] = json_of(cost_ratio(ForwardBackward));
-      out["cost_ratio_without_fake_groups"] = json_of(cost_ratio_without_fake());
-      out["step_ratio"] = json_of(step_ratio());
-    }
-    return out;
-  }
-
-  void print() const {
-    const bool has_optimizer = options_.optimizer != "none";
-    printf("%-22s %9s %19s", "ms per step", "median", "[quartiles]");
-    printf("%19s %12s\n", "forward, backward", has_optimizer ? "optimizer" : "zero_grad");
-    const std::pair<char, const char*> names[] = {
-        {'a', "a  C++"}, {'b', "b  C++ fully_shard"}, {'c', "c  Python"}, {'d', "d  Python FSDP2"}};
-    for (const auto& [form, name] : names) {
-      if (!rounds_.contains(form)) {
-        continue;
-      }
-      const auto step = time(form, Step);
-      printf(
-          "%-22s %9.3f   [%7.3f, %7.3f]", name, step.median * 1e3, step.low * 1e3, step.high * 1e3);
-      printf(
-          " %18.3f %12.3f\n", time(form, ForwardBackward).median * 1e3,
-          time(form, Optimizer).median * 1e3);
-    }
-    printf("\n%-22s\n", "us per group and step");
-    print_cost("(b - a) / groups", 'b', 'a', ours_fake_);
-    if (!has_python_) {
-      return;
-    }
-    print_cost("(d - c) / groups", 'd', 'c', torch_fake_);
-    printf("\n%-22s\n", "ratio");
-    print_ratio("(d - c) / (b - a)", cost_ratio(Step));
-    if (has_optimizer) {
-      print_ratio("  forward, backward", cost_ratio(ForwardBackward));
-    }
-    print_ratio("  without fake groups", cost_ratio_without_fake());
-    print_ratio("d / b", step_ratio());
-  }
-
- private:
-  void print_cost(const char* name, char sharded, char plain, double fake) const {
-    const Figure step(cost(sharded, plain, Step));
+/// All sizes that are promised; `program` and the options are as for one. Whether every
+/// ratio is at least `min_ratio`.
+bool sweep(const std::string& program, const Options& options, double min_ratio) {
+  struct Size {
+    const char* what;
+    const char* words;
+  };
+  static constexpr Size kSizes[] = {
+      {"as promised", ""},
+      {"bf16 parameters", "--dtype bf16"},
+      {"1 parameter per group", "--params-per-group 1"},
+      {"40 parameters per group", "--params-per-group 40"},
+      {"4 + 1 groups", "--layers 4"},
+      {"64 + 1 groups", "--layers 64"},
+      {"128 + 1 groups", "--layers 128"},
+      {"64 ranks", "--world-size 64"},
+      {"1,024 ranks", "--world-size 1024"}};
+  printf("%-26s %16s %16s %8s %8s\n", "us per group and step", "ours", "Python", "ratio", "d / b");
+  bool enough = true;
+  for (const auto& [what, words] : kSizes) {
+    const auto out = run_size(c10::str(
+        program, " --json --rounds ", options.rounds, " --steps ", options.steps, " --clock ",
+        options.clock, " --optimizer ", options.optimizer, " --python ", options.python, " ",
+        words));
+    const auto& costs = out["seconds_per_group_and_step"];
+    const auto us = [&](const char* who) {
+      return costs.contains(who) ? costs[who]["step"]["median"].get<double>() * 1e6 : 0;
+    };
+    const auto ratio = [&](const char* name) {
+      return out.contains(name) ? out[name]["median"].get<double>() : 0;
+    };
+    enough = enough && ratio("cost_ratio") >= min_ratio;
     printf(
-        "%-22s %9.1f   [%7.1f, %7.1f]", name, step.median * 1e6, step.low * 1e6, step.high * 1e6);
-    printf(
-        " %18.1f %12.1f   of which the fake group itself %.1f\n",
-        Figure(cost(sharded, plain, ForwardBackward)).median * 1e6,
-        Figure(cost(sharded, plain, Optimizer)).median * 1e6, fake * 1e6);
+        "%-26s %16.1f %16.1f %8.2f %8.2f\n", what, us("ours"), us("python"), ratio("cost_ratio"),
+        ratio("step_ratio"));
+    fflush(stdout);
   }
-  static void print_ratio(const char* name, const Figure& figure) {
-    printf("%-22s %9.2f   [%7.2f, %7.2f]\n", name, figure.median, figure.low, figure.high);
-  }
+  return enough;
+}
 
-  const Options options_;
-  const Rounds rounds_;
-  const double groups_;
-  const double ours_fake_;
-  const double torch_fake_;
-  const bool has_python_;
-};
+// ------------------------------------------------------------ The command
 
-int run(int argc, char** argv) {
-  CLI::App app("What sharding costs on the host: ours and Python FSDP2's, in one run.");
-  Options options;
+json describe(const Options& options, int64_t groups) {
+  return {
+      {"dim", options.model.dim},
+      {"layers", options.model.layers},
+      {"params_per_group", options.model.params_per_block},
+      {"sequence", options.sequence},
+      {"world_size", options.world_size},
+      {"dtype", options.dtype},
+      {"min_shard_numel", options.min_shard_numel},
+      {"rounds", options.rounds},
+      {"steps", options.steps},
+      {"optimizer", options.optimizer},
+      {"clock", options.clock},
+      {"groups", groups}};
+}
+
+/// What to do, besides how.
+struct Task {
   std::optional<double> min_ratio;
   bool as_json = false;
   bool only_check = false;
   bool operators = false;
+  bool sweep = false;
   int sharded_steps = 0;
+  int plain_steps = 0;
+};
+
+void add_options(CLI::App& app, Options& options, Task& task) {
   app.add_option("--dim", options.model.dim, "Width, a multiple of 4 heads")->capture_default_str();
   app.add_option("--layers", options.model.layers, "Blocks")->capture_default_str();
   app.add_option("--sequence", options.sequence, "Tokens, in a batch of 1")->capture_default_str();
+  app.add_option(
+         "--params-per-group", options.model.params_per_block,
+         "Of a block: 9 are a transformer's; more, with norms behind it; fewer, linear layers")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--world-size", options.world_size, "Ranks of the fake groups")
       ->check(CLI::Range(2, 1 << 20))
+      ->capture_default_str();
+  app.add_option(
+         "--dtype", options.dtype, "fp32, or bf16: parameters in bf16, gradients reduced in fp32")
+      ->check(CLI::IsMember({"fp32", "bf16"}))
+      ->capture_default_str();
+  app.add_option(
+         "--min-shard-numel", options.min_shard_numel,
+         "Ours keeps parameters with fewer elements whole on every rank")
       ->capture_default_str();
   app.add_option("--rounds", options.rounds, "Rounds, of which the median counts")
       ->check(CLI::PositiveNumber)
@@ -566,16 +298,31 @@ int run(int argc, char** argv) {
       ->check(CLI::IsMember({"wall", "cpu"}))
       ->capture_default_str();
   app.add_option("--python", options.python, "An interpreter with torch")->capture_default_str();
-  app.add_option("--min-ratio", min_ratio, "Exit 1 if (d - c) / (b - a) is below");
-  app.add_flag("--json", as_json, "One JSON object instead of the table");
-  app.add_flag("--check", only_check, "Compare the sides, say what was found, and time nothing");
-  app.add_flag("--operators", operators, "List the ATen operators that sharding adds; no times");
+  app.add_option("--min-ratio", task.min_ratio, "Exit 1 if (d - c) / (b - a) is below");
+  app.add_flag("--json", task.as_json, "One JSON object instead of the table");
+  app.add_flag(
+      "--check", task.only_check, "Compare the sides, say what was found, and time nothing");
+  app.add_flag(
+      "--operators", task.operators, "List the ATen operators that sharding adds; no times");
+  app.add_flag("--sweep", task.sweep, "All sizes of interest instead of one");
   app.add_option(
-      "--sharded-steps", sharded_steps, "Run that many sharded steps alone, for a profiler");
-  CLI11_PARSE(app, argc, argv);
+      "--sharded-steps", task.sharded_steps, "Run so many sharded steps alone, for a profiler");
+  app.add_option("--plain-steps", task.plain_steps, "The same without sharding, to compare with");
+}
 
+int run(int argc, char** argv) {
+  CLI::App app("What sharding costs on the host: ours and Python FSDP2's, in one run.");
+  Options options;
+  Task task;
+  add_options(app, options, task);
+  CLI11_PARSE(app, argc, argv);
+  if (task.sweep) {
+    return sweep(argv[0], options, task.min_ratio.value_or(0)) ? 0 : 1;
+  }
+
+  const bool alone = task.operators || task.sharded_steps > 0 || task.plain_steps > 0;
   std::unique_ptr<Python> python;
-  if (!operators && sharded_steps == 0) {
+  if (!alone) {
     python = std::make_unique<Python>(options); // before any thread of ours
     if (const auto reason = python->missing(); !reason.empty()) {
       fprintf(stderr, "no Python side (%s): %s\n", options.python.c_str(), reason.c_str());
@@ -586,61 +333,51 @@ int run(int argc, char** argv) {
   fsdp::init_process_group({.backend = "fake", .rank = 0, .world_size = options.world_size});
   Model plain(options, /*sharded=*/false);
   Model sharded(options, /*sharded=*/true);
-  if (operators) {
-    print_operators(plain, sharded);
-    return 0;
-  }
-  if (sharded_steps > 0) {
-    for (int i = 0; i < sharded_steps; ++i) {
+  if (alone) {
+    if (task.operators) {
+      print_operators(plain, sharded);
+    }
+    for (int i = 0; i < task.sharded_steps; ++i) {
       sharded.step();
+    }
+    for (int i = 0; i < task.plain_steps; ++i) {
+      plain.step();
     }
     return 0;
   }
 
-  const auto said = check_all(plain, sharded, python.get());
+  const auto said = check_all(options, plain, sharded, python.get());
   const auto groups = sharded.groups();
-  if (!as_json) {
+  if (!task.as_json) {
     printf(
-        "dim %ld, %ld layers, sequence %ld, world size %d: %ld groups, %zu parameters, "
+        "dim %ld, %ld layers, sequence %ld, world size %d: %ld groups, %zu parameters, %s, "
         "optimizer %s, one thread, %s clock\n",
         options.model.dim, options.model.layers, options.sequence, options.world_size, groups,
-        sharded.shapes().size(), options.optimizer.c_str(), options.clock.c_str());
+        sharded.shapes().size(), options.dtype.c_str(), options.optimizer.c_str(),
+        options.clock.c_str());
     for (const auto& sentence : said) {
       printf("checked: %s\n", sentence.c_str());
     }
     printf("\n");
     fflush(stdout);
   }
-  if (only_check) {
+  if (task.only_check) {
     return python ? 0 : 1;
   }
-  auto rounds = measure(options, plain, sharded, python.get());
-  const auto shard_numel = sharded.block_shard_numel(options.world_size);
-  const auto ours_fake = time_fake_group(shard_numel, kFakeRepeats, options.clock_id());
-  const auto torch_fake = python ? python->time_fake_group(shard_numel, kFakeRepeats) : 0;
-  const Report report(options, std::move(rounds), groups, ours_fake, torch_fake);
-  if (as_json) {
+  const Report report(measure(options, plain, sharded, python.get()));
+  if (task.as_json) {
     auto out = report.to_json();
-    out["options"] = {
-        {"dim", options.model.dim},
-        {"layers", options.model.layers},
-        {"sequence", options.sequence},
-        {"world_size", options.world_size},
-        {"rounds", options.rounds},
-        {"steps", options.steps},
-        {"optimizer", options.optimizer},
-        {"clock", options.clock},
-        {"groups", groups},
-        {"torch", python ? python->hello()["torch"] : json()}};
+    out["options"] = describe(options, groups);
+    out["torch"] = python ? python->hello()["torch"] : json();
     out["checked"] = said;
     std::cout << out << std::endl;
   } else {
     report.print();
   }
-  if (!min_ratio) {
+  if (!task.min_ratio) {
     return 0;
   }
-  return python && report.cost_ratio(Step).median >= *min_ratio ? 0 : 1;
+  return python && report.cost_ratio(Step).median >= *task.min_ratio ? 0 : 1;
 }
 
 } // namespace

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-// The model of the benchmarks: as Llama, without rotary embedding. overhead.py has
-// the same one in Python, module by module and operator by operator: change both.
+// The model of the benchmarks: as Llama, without rotary embedding. transformer.py
+// has the same one in Python, module by module and operator by operator: change both.
 
 namespace bench {
 
@@ -18,6 +18,7 @@ struct TransformerOptions {
   int64_t layers = 16;
   int64_t heads = 4;
   int64_t vocabulary = 256;
+  int64_t params_per_block = 9;
 };
 
 struct RmsNormImpl : torch::nn::Module {
@@ -33,24 +34,46 @@ struct RmsNormImpl : torch::nn::Module {
 };
 TORCH_MODULE(RmsNorm);
 
-/// Nine parameters.
+/// Nine parameters. To see what their number costs: for more, norms behind it;
+/// for fewer, so many linear layers instead.
 struct BlockImpl : torch::nn::Module {
-  explicit BlockImpl(const TransformerOptions& options)
-      : heads(options.heads),
-        norm1(register_module("norm1", RmsNorm(options.dim))),
-        query(linear("query", options.dim, options.dim)),
-        key(linear("key", options.dim, options.dim)),
-        value(linear("value", options.dim, options.dim)),
-        output(linear("output", options.dim, options.dim)),
-        norm2(register_module("norm2", RmsNorm(options.dim))),
-        gate(linear("gate", options.dim, 4 * options.dim)),
-        up(linear("up", options.dim, 4 * options.dim)),
-        down(linear("down", 4 * options.dim, options.dim)) {}
+  static constexpr int64_t kParams = 9;
+
+  explicit BlockImpl(const TransformerOptions& options) : heads(options.heads) {
+    const auto dim = options.dim;
+    if (options.params_per_block < kParams) {
+      for (int64_t i = 0; i < options.params_per_block; ++i) {
+        linears.push_back(linear("linear" + std::to_string(i), dim, dim));
+      }
+      return;
+    }
+    norm1 = register_module("norm1", RmsNorm(dim));
+    query = linear("query", dim, dim);
+    key = linear("key", dim, dim);
+    value = linear("value", dim, dim);
+    output = linear("output", dim, dim);
+    norm2 = register_module("norm2", RmsNorm(dim));
+    gate = linear("gate", dim, 4 * dim);
+    up = linear("up", dim, 4 * dim);
+    down = linear("down", 4 * dim, dim);
+    for (int64_t i = kParams; i < options.params_per_block; ++i) {
+      norms.push_back(register_module("norm" + std::to_string(i), RmsNorm(dim)));
+    }
+  }
 
   torch::Tensor forward(torch::Tensor x) {
-    x = x + attention(norm1(x));
-    const auto h = norm2(x);
-    return x + down(torch::silu(gate(h)) * up(h));
+    for (auto& linear : linears) {
+      x = x + torch::silu(linear(x));
+    }
+    if (linears.empty()) {
+      x = x + attention(norm1(x));
+      const auto h = norm2(x);
+      x = x + down(torch::silu(gate(h)) * up(h));
+    }
+    for (auto& norm : norms) {
+      x = norm(x);
+    }
+    return x;
   }
 
  private:
@@ -69,10 +92,12 @@ struct BlockImpl : torch::nn::Module {
   }
 
   const int64_t heads;
-  RmsNorm norm1;
-  torch::nn::Linear query, key, value, output;
-  RmsNorm norm2;
-  torch::nn::Linear gate, up, down;
+  RmsNorm norm1{nullptr};
+  torch::nn::Linear query{nullptr}, key{nullptr}, value{nullptr}, output{nullptr};
+  RmsNorm norm2{nullptr};
+  torch::nn::Linear gate{nullptr}, up{nullptr}, down{nullptr};
+  std::vector<RmsNorm> norms;
+  std::vector<torch::nn::Linear> linears;
 };
 FSDP_MODULE(Block);
 
@@ -111,6 +136,31 @@ inline void fill_parameters(torch::nn::Module& model) {
     parameter.copy_(
         torch::arange(parameter.numel(), torch::kFloat).cos().mul(0.1).view_as(parameter));
   }
+}
+
+/// One group per block and one for the rest, freed after each forward.
+inline void shard(Transformer& net, const fsdp::FullyShardOptions& options) {
+  for (auto& block : net->blocks) {
+    fsdp::fully_shard(block, options);
+  }
+  fsdp::fully_shard(net, options);
+}
+
+/// The next token, of a batch that is the same in every language.
+struct Batch {
+  torch::Tensor tokens;  // batch, sequence
+  torch::Tensor targets; // batch * sequence
+
+  Batch(int64_t size, int64_t sequence, int64_t vocabulary) {
+    const auto position = torch::arange(size * sequence);
+    tokens = (position * 7).remainder(vocabulary).view({size, sequence});
+    targets = (position * 11).remainder(vocabulary);
+  }
+};
+
+inline torch::Tensor loss_of(Transformer& net, const Batch& batch) {
+  const auto logits = net(batch.tokens);
+  return torch::cross_entropy_loss(logits.view({-1, logits.size(-1)}), batch.targets);
 }
 
 } // namespace bench

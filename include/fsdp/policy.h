@@ -36,7 +36,7 @@ class ReshardAfterForward {
   /// Over how many of a group's `size` ranks the parameters are divided after
   /// forward; 0 keeps them whole. Throws ValueError unless a number divides
   /// `size`.
-  int ranks(int size) const;
+  FSDP_API int ranks(int size) const;
 
  private:
   enum class Kind : std::uint8_t { Auto, Yes, No, Ranks };

@@ -15,10 +15,19 @@ class Backend;
 
 namespace fsdp {
 
+class ProcessGroup;
+class Work;
+
 namespace detail {
 struct GroupState;
 struct WorkState;
 struct CollectiveCall;
+struct GatherPlan;
+Work all_gather_placed_async(
+    const ProcessGroup& group,
+    at::Tensor out,
+    at::Tensor in,
+    std::shared_ptr<const GatherPlan> plan);
 } // namespace detail
 
 /// A collective under way. The result may be read, and the inputs changed,
@@ -117,6 +126,11 @@ class FSDP_API ProcessGroup {
   explicit ProcessGroup(std::shared_ptr<detail::GroupState> state);
 
  private:
+  friend Work detail::all_gather_placed_async(
+      const ProcessGroup& group,
+      at::Tensor out,
+      at::Tensor in,
+      std::shared_ptr<const detail::GatherPlan> plan);
   Work issue(detail::CollectiveCall call) const;
 
   std::shared_ptr<detail::GroupState> state_;

@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "collective/over_ranks.h"
+
 namespace fsdp::detail {
 
 void Gathered::wait(const OptionalStream& current) {
@@ -25,6 +27,22 @@ Gathered start_gather(
   gathered.work = comm(gathered.buffer, gathered.input, group, /*async_op=*/true);
   gathered.issued = StreamEvent::of(streams.all_gather);
   return gathered;
+}
+
+Gathered start_placed_gather(
+    at::Tensor input, const ProcessGroup& group, std::shared_ptr<const GatherPlan> plan) {
+  Gathered gathered;
+  gathered.placed = true;
+  gathered.input = std::move(input);
+  gathered.buffer = at::empty({plan->out_numel}, gathered.input.options());
+  gathered.work = all_gather_placed_async(group, gathered.buffer, gathered.input, std::move(plan));
+  return gathered;
+}
+
+void copy_out(const at::Tensor& buffer, const GatherPlan& plan, const at::Tensor& whole) {
+  const auto rows = buffer.view({plan.ranks, plan.in_numel}).unbind(0);
+  over_ranks(
+      plan.ranks, plan.in_numel, [&](int64_t rank) { place(whole, rows[rank], plan, rank); });
 }
 
 void copy_out(

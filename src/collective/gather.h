@@ -3,10 +3,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include <fsdp/comm.h>
 
+#include "process_group/gather_plan.h"
 #include "runtime/stream.h"
 
 namespace fsdp::detail {
@@ -30,9 +32,10 @@ struct GatherStreams {
 /// buffer has been enqueued.
 struct Gathered {
   at::Tensor input;  // 1D
-  at::Tensor buffer; // 1D: ranks x input
+  at::Tensor buffer; // 1D: ranks x input; or placed: the whole parameters
   Work work;
   StreamEvent issued; // for a transport that works on the stream itself
+  bool placed = false;
 
   /// What the current stream is given from now on may read the buffer.
   void wait(const OptionalStream& current);
@@ -41,6 +44,15 @@ struct Gathered {
 /// Gathers every rank's `input` into a new buffer.
 Gathered start_gather(
     AllGather& comm, at::Tensor input, ProcessGroup group, const GatherStreams& streams);
+
+/// The same by a plan, on the CPU and for a group that can: there is nothing to
+/// copy out.
+Gathered start_placed_gather(
+    at::Tensor input, const ProcessGroup& group, std::shared_ptr<const GatherPlan> plan);
+
+/// Copies the gathered buffer into `whole` by a plan, on the CPU. Moves no
+/// version counter.
+void copy_out(const at::Tensor& buffer, const GatherPlan& plan, const at::Tensor& whole);
 
 /// Copies columns of the gathered buffer, `numels[i]` wide, into `targets[i]`
 /// of shape (ranks, numels[i]). Moves no version counter.

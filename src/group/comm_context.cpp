@@ -20,8 +20,7 @@ void CommContext::lazy_init(c10::Device device) {
 // ------------------------------------------------------------ Gathers
 
 void CommContext::gather_after(const StreamEvent& event) {
-  event.block(copy_in_);
-  event.block(all_gather_);
+  event.block(copy_in_); // for which every gather waits
 }
 
 GatherStreams CommContext::gather_streams(c10::Device device, bool own) const {

@@ -9,7 +9,7 @@ namespace fsdp::detail {
 /// `numel` elements of `dtype` from `offset` on, in elements of `flat`.
 inline at::Tensor typed_view(
     const at::Tensor& flat, int64_t offset, int64_t flat_numel, at::ScalarType dtype) {
-  auto view = flat.narrow(0, offset, flat_numel);
+  auto view = flat_numel == flat.numel() ? flat : flat.narrow(0, offset, flat_numel);
   return flat.scalar_type() == dtype ? view : view.view(dtype);
 }
 

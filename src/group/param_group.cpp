@@ -158,6 +158,32 @@ void FSDPParamGroup::attach_params() {
   if (unsharded_) {
     unsharded_->free();
   }
+  plan_ = gather_plan();
+}
+
+std::shared_ptr<const GatherPlan> FSDPParamGroup::gather_plan() const {
+  const bool by_rows = std::all_of(
+      params_.begin(), params_.end(), [](const auto& param) { return param->geometry().dim == 0; });
+  if (alone() || !device().is_cpu() || !layout_.all_plain() || !by_rows) {
+    return nullptr;
+  }
+  GatherPlan plan{
+      .parts = {},
+      .ranks = group_.size(),
+      .in_numel = layout_.gathered_numel,
+      .out_numel = layout_.unsharded_numel};
+  for (const auto i : layout_.order) {
+    const auto& part = layout_.parts[i];
+    const auto units =
+        c10::elementSize(gather_dtype(*params_[i])) / c10::elementSize(layout_.gather_dtype);
+    plan.parts.push_back(
+        {.in = part.gathered.offset,
+         .out = part.unsharded_offset,
+         .numel = part.gathered.numel,
+         .whole =
+             c10::multiply_integers(params_[i]->geometry().sizes) * static_cast<int64_t>(units)});
+  }
+  return std::make_shared<GatherPlan>(std::move(plan));
 }
 
 bool FSDPParamGroup::was_changed() const {

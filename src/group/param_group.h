@@ -208,6 +208,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   void discard_pending();
   void forget_pending();
   void attach_params();
+  std::shared_ptr<const GatherPlan> gather_plan() const;
   void check_host_memory() const;
   at::Tensor gather_input();
   int64_t make_payloads(const at::Tensor& shard);
@@ -260,6 +261,9 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   FlatLayout layout_;
   std::vector<bool> extended_;         // by parameter, as the layout was made for
   std::vector<int64_t> gather_numels_; // of the plain ones, in the layout's order
+  // Of the whole group: null on devices with streams, where one operator copies
+  // out, and where some are sent in another form or along another dim.
+  std::shared_ptr<const GatherPlan> plan_;
 
   at::Tensor shard_;                        // 1D: the padded shards
   std::optional<FreeableBuffer> unsharded_; // 1D; none where it is the shard itself

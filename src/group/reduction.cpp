@@ -178,6 +178,12 @@ void FSDPParamGroup::finish_all_reduce() {
 }
 
 void FSDPParamGroup::add_partial_grads(const Reduction& reduction) {
+  const auto& params = reduction.params;
+  if (std::none_of(params.begin(), params.end(), [](const auto* param) {
+        return param->partial_grad.defined();
+      })) {
+    return; // as in most steps: no views of them are made
+  }
   at::NoGradGuard no_grad;
   for_each_part(
       reduction.reducing.output, reduction.params, [](FSDPParam& param, const at::Tensor& part) {

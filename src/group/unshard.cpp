@@ -58,6 +58,8 @@ void FSDPParamGroup::unshard(bool async_op, bool for_recomputation) {
   if (alone()) {
     pending_ = Gathered{
         .input = input, .buffer = input, .work = {}, .issued = StreamEvent::of(streams.copy_in)};
+  } else if (plan_ && all_gather_ == default_all_gather() && places_gathers(group_, device())) {
+    pending_ = start_placed_gather(std::move(input), group_, plan_);
   } else {
     pending_ = start_gather(*all_gather_, std::move(input), group_, streams);
   }
@@ -141,7 +143,9 @@ void FSDPParamGroup::wait_for_unshard() {
   const auto current = optional_current_stream(device());
   try {
     pending_->wait(current);
-    if (unsharded_) {
+    if (pending_->placed) {
+      unsharded_->adopt(pending_->buffer);
+    } else if (unsharded_) {
       unsharded_->allocate();
       copy_out_all();
     }
@@ -176,6 +180,10 @@ void FSDPParamGroup::copy_out_all() {
     for (const auto& param : params_) {
       param->unsharded().copy_(param->sharded());
     }
+    return;
+  }
+  if (plan_) {
+    copy_out(pending_->buffer, *plan_, unsharded_->tensor());
     return;
   }
   auto targets = gather_targets_;

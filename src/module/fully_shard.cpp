@@ -19,7 +19,7 @@ using detail::FSDPParam;
 using detail::FSDPParamGroup;
 using detail::FSDPState;
 
-FSDP_API int ReshardAfterForward::ranks(int size) const {
+int ReshardAfterForward::ranks(int size) const {
   if (kind_ != Kind::Ranks) {
     return kind_ == Kind::No ? 0 : size;
   }
@@ -182,6 +182,21 @@ auto on_behalf_of(const std::string& whom, F call) {
   }
 }
 
+/// Over which `min_shard_numel` replicates; none where it has no effect.
+std::optional<detail::DataParallelMesh> mesh_of_small_params(
+    const detail::DataParallelMesh& mesh,
+    const FullyShardOptions& options,
+    const std::string& name) {
+  if (options.min_shard_numel <= 0 || !mesh.shard_axis || mesh.shard_group.size() == 1) {
+    return std::nullopt;
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      mesh.mesh.ndim() == 1 && !mesh.whole, "[fully_shard] min_shard_numel of ", name,
+      " needs a mesh of one axis, not ", (mesh.whole ? mesh.whole->mesh : mesh.mesh).str(),
+      "; replicate small parameters in modules of their own, by fsdp::replicate");
+  return detail::DataParallelMesh::replicated(mesh.mesh);
+}
+
 /// One group per mesh, in the order in which these come up.
 FSDPState::Groups make_groups(
     const std::vector<Candidate>& params,
@@ -189,11 +204,15 @@ FSDPState::Groups make_groups(
     const FullyShardOptions& options,
     const std::string& name) {
   std::vector<std::pair<detail::DataParallelMesh, std::vector<detail::ParamSpec>>> by_mesh;
+  const auto replicas = mesh_of_small_params(mesh, options, name);
   for (const auto& [param_name, param] : params) {
     const auto placement =
         options.shard_placement_fn ? options.shard_placement_fn(param_name, param) : std::nullopt;
+    const bool is_small = !placement && param.numel() < options.min_shard_numel;
     const auto over = on_behalf_of("parameter '" + param_name + "' of " + name, [&] {
-      return placement && placement->mesh ? detail::DataParallelMesh(*placement->mesh) : mesh;
+      return placement && placement->mesh ? detail::DataParallelMesh(*placement->mesh)
+             : replicas && is_small       ? *replicas
+                                          : mesh;
     });
     auto found = std::find_if(by_mesh.begin(), by_mesh.end(), [&](const auto& item) {
       return item.first.shard_group == over.shard_group &&
@@ -204,8 +223,13 @@ FSDPState::Groups make_groups(
     }
     found->second.push_back({param, param_name, placement ? placement->dim : 0});
   }
+  const auto ranks_after_forward = [&](const detail::DataParallelMesh& over) {
+    const auto size = over.shard_group.size();
+    const bool is_small = replicas && !over.shard_axis; // nothing to divide
+    return is_small ? size : options.reshard_after_forward.ranks(size);
+  };
   for (const auto& [over, specs] : by_mesh) { // all checks come before the first change
-    (void)options.reshard_after_forward.ranks(over.shard_group.size());
+    (void)ranks_after_forward(over);
     for (const auto& spec : specs) {
       detail::check_shardable(spec, over);
       TORCH_CHECK_VALUE(
@@ -224,7 +248,7 @@ FSDPState::Groups make_groups(
       move_to(spec.param, home);
     }
     auto group = std::make_shared<FSDPParamGroup>(specs, over, name, policy);
-    group->set_post_forward_ranks(options.reshard_after_forward.ranks(group->size()));
+    group->set_post_forward_ranks(ranks_after_forward(over));
     groups.push_back(std::move(group));
   }
   return groups;

@@ -31,13 +31,26 @@ void FreeableBuffer::allocate() {
   if (allocated_) {
     return;
   }
+  // On the CPU one that counts may have come since the storage was made.
+  auto* allocator = tensor_.is_cpu() ? c10::GetCPUAllocator()
+                                     : tensor_.storage().unsafeGetStorageImpl()->allocator();
+  set_memory(allocator->allocate(nbytes_));
+}
+
+void FreeableBuffer::adopt(const at::Tensor& tensor) {
+  auto* from = tensor.storage().unsafeGetStorageImpl();
+  TORCH_INTERNAL_ASSERT(from->nbytes() == nbytes_ && tensor.device() == tensor_.device());
+  auto memory = from->set_data_ptr(at::DataPtr(nullptr, tensor.device()));
+  from->set_nbytes(0);
+  set_memory(std::move(memory));
+}
+
+void FreeableBuffer::set_memory(at::DataPtr memory) {
   auto* storage = tensor_.storage().unsafeGetStorageImpl();
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   storage->clear_data_ptr_access_error_msg_();
 #endif
-  // On the CPU one that counts may have come since the storage was made.
-  auto* allocator = tensor_.is_cpu() ? c10::GetCPUAllocator() : storage->allocator();
-  storage->set_data_ptr_noswap(allocator->allocate(nbytes_));
+  storage->set_data_ptr_noswap(std::move(memory));
   storage->set_nbytes(nbytes_);
   allocated_ = true;
 }

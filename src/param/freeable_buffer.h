@@ -29,9 +29,13 @@ class FreeableBuffer {
     return allocated_;
   }
   void allocate();
+  /// Takes the memory of a tensor of this size and dtype, which has none then.
+  void adopt(const at::Tensor& tensor);
   void free();
 
  private:
+  void set_memory(at::DataPtr memory);
+
   at::Tensor tensor_;
   std::string message_;
   size_t nbytes_ = 0;

@@ -64,6 +64,7 @@ c10::intrusive_ptr<c10d::Work> issue(c10d::Backend& backend, const CollectiveCal
   if (auto* local = dynamic_cast<LocalBackend*>(&backend)) {
     return local->issue_call(call);
   }
+  TORCH_INTERNAL_ASSERT(!call.plan, "see places_gathers");
   // Flat, because some backends compare shapes where only counts matter; an
   // all-to-all with splits counts in rows.
   const bool flat = call.out_splits.empty() && call.in_splits.empty();

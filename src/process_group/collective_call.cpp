@@ -6,6 +6,8 @@
 #include <numeric>
 #include <sstream>
 
+#include "process_group/gather_plan.h"
+
 namespace fsdp::detail {
 
 namespace {
@@ -111,16 +113,6 @@ const char* to_string(CollectiveKind kind) {
   return "?";
 }
 
-int64_t CollectiveCall::bytes() const {
-  int64_t bytes = 0;
-  for (const auto* tensor : {&output, &input}) {
-    if (tensor->defined()) {
-      bytes = std::max(bytes, static_cast<int64_t>(tensor->nbytes()));
-    }
-  }
-  return bytes;
-}
-
 std::string CollectiveCall::str() const {
   std::ostringstream out;
   out << to_string(kind) << "(";
@@ -145,6 +137,16 @@ std::string CollectiveCall::str() const {
   return out.str();
 }
 
+int64_t CollectiveCall::bytes() const {
+  if (plan) {
+    return static_cast<int64_t>(input.nbytes()) * plan->ranks;
+  }
+  const auto size_of = [](const at::Tensor& tensor) {
+    return tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
+  };
+  return std::max(size_of(output), size_of(input));
+}
+
 void check_call(const CollectiveCall& call, int rank, int size) {
   if (call.kind == CollectiveKind::Barrier) {
     return;
@@ -162,6 +164,12 @@ void check_call(const CollectiveCall& call, int rank, int size) {
   switch (call.kind) {
     case CollectiveKind::AllGather:
       check_tensor(call, call.input, "input");
+      if (call.plan) {
+        TORCH_INTERNAL_ASSERT(
+            call.plan->ranks == size && call.plan->in_numel == in_numel &&
+            call.plan->out_numel == out_numel);
+        break;
+      }
       TORCH_CHECK_VALUE(
           out_numel == in_numel * size, "[all_gather] output ", describe(call.output),
           " must hold ", size, " times the input ", describe(call.input));

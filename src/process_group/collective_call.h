@@ -3,12 +3,15 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include <fsdp/reduce_op.h>
 
 namespace fsdp::detail {
+
+struct GatherPlan;
 
 enum class CollectiveKind : std::uint8_t {
   AllGather,
@@ -32,11 +35,13 @@ struct CollectiveCall {
   int root = 0;
   std::vector<int64_t> out_splits; // all-to-all: lengths along dim 0, or empty
   std::vector<int64_t> in_splits;
+  // All-gather: where the parts of every input go; null for whole inputs in a row.
+  std::shared_ptr<const GatherPlan> plan = nullptr;
 
-  /// Of the larger buffer.
-  int64_t bytes() const;
   /// "all_gather(out float[8], in float[2])"
   std::string str() const;
+  /// Of the larger side, without gaps.
+  int64_t bytes() const;
 };
 
 /// Throws ValueError unless `call` is well-formed for `rank` of a group of

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "process_group/gather_plan.h"
+
 namespace fsdp::detail {
 
 namespace {
@@ -34,6 +36,10 @@ c10::intrusive_ptr<c10d::Work> FakeBackend::issue_call(CollectiveCall call) {
   const int64_t size = getSize();
   switch (call.kind) {
     case CollectiveKind::AllGather:
+      if (call.plan) {
+        place_repeated(out, in, *call.plan);
+        break;
+      }
       out.view({size, in.numel()}).copy_(in.view({1, -1}).expand({size, in.numel()}));
       break;
     case CollectiveKind::ReduceScatter:

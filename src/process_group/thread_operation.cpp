@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "base/text.h"
+#include "process_group/gather_plan.h"
 #include "process_group/reduction.h"
 
 namespace fsdp::detail {
@@ -141,7 +142,12 @@ void ThreadOperation::compute(int rank) {
   switch (mine.kind) {
     case CollectiveKind::AllGather:
       for (int64_t i = 0; i < n; ++i) {
-        copy_flat(part(mine.output, i, n), calls_[i].call.input.view(-1));
+        const auto& input = calls_[i].call.input;
+        if (mine.plan) {
+          place(mine.output, input, *mine.plan, i);
+        } else {
+          copy_flat(part(mine.output, i, n), input.view(-1));
+        }
       }
       break;
     case CollectiveKind::ReduceScatter: {

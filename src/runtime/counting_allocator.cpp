@@ -65,6 +65,7 @@ class CountingAllocator : public c10::Allocator {
 // ------------------------------------------------------------ MemoryCounter
 
 void MemoryCounter::add(int64_t bytes) {
+  allocations_.fetch_add(1, std::memory_order_relaxed);
   const auto now = current_.fetch_add(bytes, std::memory_order_relaxed) + bytes;
   auto peak = peak_.load(std::memory_order_relaxed);
   while (now > peak && !peak_.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {

@@ -17,12 +17,17 @@ class MemoryCounter {
   int64_t peak() const {
     return peak_.load(std::memory_order_relaxed);
   }
+  /// How often something was allocated.
+  int64_t allocations() const {
+    return allocations_.load(std::memory_order_relaxed);
+  }
   /// The peak is what is there now.
   void reset_peak();
 
  private:
   std::atomic<int64_t> current_ = 0;
   std::atomic<int64_t> peak_ = 0;
+  std::atomic<int64_t> allocations_ = 0;
 };
 
 /// From the first call on, the memory of CPU tensors is counted by the bytes

@@ -10,6 +10,8 @@
 #include <optional>
 #include <utility>
 
+#include "runtime/event_pool.h"
+
 namespace fsdp::detail {
 
 /// Whether work on `device` is queued on streams; on the CPU (and on meta) it
@@ -43,20 +45,28 @@ inline OptionalStream new_stream(c10::Device device, bool high_priority) {
   return c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, high_priority ? -1 : 0);
 }
 
-/// A point in a stream's work. The default one has been reached already. Those
-/// that nobody looks at any more are recorded again: see stream.cpp.
+/// A point in a stream's work. The default one has been reached already.
 class StreamEvent {
  public:
   StreamEvent() = default;
   explicit StreamEvent(c10::Event event) : event_(std::make_shared<c10::Event>(std::move(event))) {}
 
   /// What `stream` has been given so far.
-  static StreamEvent of(const OptionalStream& stream);
+  static StreamEvent of(const OptionalStream& stream) {
+    StreamEvent event;
+    if (stream) {
+      event.event_ = pooled_event(stream->device());
+      event.event_->record(*stream);
+      ++event_operations.records;
+    }
+    return event;
+  }
 
   /// What `stream` is given from now on comes after this.
   void block(const OptionalStream& stream) const {
     if (event_ && stream) {
       event_->block(*stream);
+      ++event_operations.waits;
     }
   }
   /// The calling thread waits for it.

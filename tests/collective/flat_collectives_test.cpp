@@ -1,4 +1,5 @@
 // Copy-in, gather, copy-out; and the way back.
+#include <fsdp/debug.h>
 #include <fsdp/distributed.h>
 #include <torch/torch.h>
 
@@ -23,6 +24,56 @@ TEST(Gather, MakesEachPartContiguous) {
     EXPECT_SAME(b, torch::tensor({{2.f}, {12.f}, {22.f}}));
     EXPECT_EQ(a._version(), version);
   });
+}
+
+TEST(Gather, PutsPartsWhereTheyBelong) {
+  run_ranks(3, [](int rank) {
+    const auto shard = torch::arange(3.0) + 10 * rank;
+    // Two elements of each rank at 0, of which the last is padding; one at 8.
+    const auto plan = std::make_shared<GatherPlan>(GatherPlan{
+        .parts =
+            {{.in = 0, .out = 0, .numel = 2, .whole = 5},
+             {.in = 2, .out = 8, .numel = 1, .whole = 3}},
+        .ranks = 3,
+        .in_numel = 3,
+        .out_numel = 12});
+    const auto expect_placed = [](const torch::Tensor& whole) {
+      EXPECT_SAME(whole.narrow(0, 0, 5), torch::tensor({0.f, 1.f, 10.f, 11.f, 20.f}));
+      EXPECT_SAME(whole.narrow(0, 8, 3), torch::tensor({2.f, 12.f, 22.f}));
+    };
+    ASSERT_TRUE(places_gathers(default_group(), torch::kCPU));
+    CommDebugMode comm;
+    auto placed = start_placed_gather(shard, default_group(), plan);
+    placed.wait({});
+    expect_placed(placed.buffer);
+    EXPECT_EQ(comm.count("all_gather"), 1);
+    EXPECT_EQ(comm.bytes("all_gather"), 9 * 4); // without the gaps
+    // The same from what another transport leaves.
+    auto gathered = start_gather(*default_all_gather(), shard, default_group(), {});
+    gathered.wait({});
+    const auto whole = torch::zeros({12});
+    const auto version = whole._version();
+    copy_out(gathered.buffer, *plan, whole);
+    expect_placed(whole);
+    EXPECT_EQ(whole[5].item<float>(), 0);
+    EXPECT_EQ(whole._version(), version);
+  });
+}
+
+TEST(Gather, OfAFakeGroupRepeatsTheShard) {
+  for (const int64_t ranks : {2, 3, 5, 8}) {
+    const GatherPlan plan{
+        .parts = {{.in = 1, .out = 0, .numel = 2, .whole = 2 * ranks - 1}},
+        .ranks = ranks,
+        .in_numel = 3,
+        .out_numel = 16};
+    const auto whole = torch::zeros({16});
+    place_repeated(whole, torch::arange(3.0).to(torch::kFloat), plan);
+    auto expected = torch::zeros({16});
+    expected.narrow(0, 0, 2 * ranks) = torch::tensor({1.f, 2.f}).repeat(ranks);
+    expected[2 * ranks - 1] = 0;
+    EXPECT_SAME(whole, expected);
+  }
 }
 
 // The worked example: a (5, 3) and a (7) over four ranks.

@@ -376,6 +376,7 @@ TEST(Hsdp, AtMostTwoAllReduceBuffersAreAlive) {
   run_ranks(4, [](int) {
     constexpr int64_t kDim = 16;
     constexpr int64_t kBlock = 4 * (8 * kDim * kDim + 5 * kDim); // bytes
+    constexpr int64_t kPlaced = 4 * (8 * kDim * kDim) + 2 * 256; // gathered, the biases aligned
     auto net = seeded<Stack>(kDim, 8);
     shard_stack(net, {.mesh = hsdp_mesh(2, 2)});
     int64_t most = 0;
@@ -386,7 +387,7 @@ TEST(Hsdp, AtMostTwoAllReduceBuffersAreAlive) {
     }
     stack_loss(net, 0).backward();
     // A gather ahead, one reduce-scatter with its input, and two all-reduces.
-    EXPECT_LE(most, kBlock + kBlock + kBlock / 2 + 2 * kBlock / 2);
+    EXPECT_LE(most, kPlaced + kBlock + kBlock / 2 + 2 * kBlock / 2);
     EXPECT_GE(most, kBlock);
   });
 }

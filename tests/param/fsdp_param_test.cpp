@@ -63,6 +63,20 @@ TEST(FreeableBuffer, KeepsItsStorageObjectAndItsViews) {
   }
 }
 
+TEST(FreeableBuffer, TakesMemoryThatIsFilledAlready) {
+  FreeableBuffer buffer(3, torch::kFloat, "gone");
+  const auto view = buffer.tensor().narrow(0, 1, 2);
+  buffer.free();
+  const auto filled = torch::arange(3.0).to(torch::kFloat);
+  const auto* memory = filled.const_data_ptr();
+  buffer.adopt(filled);
+  EXPECT_EQ(buffer.tensor().const_data_ptr(), memory); // nothing was copied
+  EXPECT_SAME(view.clone(), torch::tensor({1.f, 2.f}));
+  EXPECT_EQ(filled.storage().nbytes(), 0u);
+  buffer.free();
+  EXPECT_FALSE(buffer.allocated());
+}
+
 DataParallelMesh mesh() {
   if (!is_initialized()) {
     init_process_group({.backend = "fake", .rank = 1, .world_size = 4});

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <c10/util/Exception.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -14,14 +15,14 @@
 
 namespace bench {
 
-/// A child that works only while it is asked: a line in, a line out. The first
-/// line comes unasked.
-class LineProcess {
+/// Another process, which works only while it is asked: one line for each line.
+class Child {
  public:
-  explicit LineProcess(std::vector<std::string> words) : name_(words.front()) {
+  explicit Child(std::vector<std::string> words) {
     int to_child[2];
     int from_child[2];
-    TORCH_CHECK(pipe(to_child) == 0 && pipe(from_child) == 0, "no pipe");
+    // Not for other children, which would keep this one's input open.
+    TORCH_CHECK(pipe2(to_child, O_CLOEXEC) == 0 && pipe2(from_child, O_CLOEXEC) == 0, "no pipe");
     std::vector<char*> argv;
     for (auto& word : words) {
       argv.push_back(word.data());
@@ -33,9 +34,6 @@ class LineProcess {
     if (pid_ == 0) {
       dup2(to_child[0], 0);
       dup2(from_child[1], 1);
-      for (const int fd : {to_child[0], to_child[1], from_child[0], from_child[1]}) {
-        close(fd);
-      }
       execvp(argv[0], argv.data());
       fprintf(stderr, "%s: %s\n", argv[0], strerror(errno));
       _exit(127);
@@ -46,15 +44,30 @@ class LineProcess {
     answers_ = fdopen(from_child[0], "r");
   }
 
-  ~LineProcess() {
+  ~Child() {
     fclose(commands_);
     waitpid(pid_, nullptr, 0);
     fclose(answers_);
   }
-  LineProcess(const LineProcess&) = delete;
-  LineProcess& operator=(const LineProcess&) = delete;
+  Child(const Child&) = delete;
+  Child& operator=(const Child&) = delete;
 
-  /// None when it has ended.
+  std::string ask(const std::string& command) {
+    tell(command);
+    return answer();
+  }
+  /// The two halves of it: to ask several at once.
+  void tell(const std::string& command) {
+    command_ = command;
+    fprintf(commands_, "%s\n", command.c_str());
+    fflush(commands_);
+  }
+  std::string answer() {
+    const auto line = read_line();
+    TORCH_CHECK(line, "a child process ended on '", command_, "'");
+    return *line;
+  }
+
   std::optional<std::string> read_line() {
     std::string line;
     for (int c = fgetc(answers_); c != EOF; c = fgetc(answers_)) {
@@ -66,17 +79,9 @@ class LineProcess {
     return std::nullopt;
   }
 
-  std::string ask(const std::string& command) {
-    fprintf(commands_, "%s\n", command.c_str());
-    fflush(commands_);
-    const auto answer = read_line();
-    TORCH_CHECK(answer, name_, " ended on '", command, "'");
-    return *answer;
-  }
-
  private:
-  const std::string name_;
   pid_t pid_ = -1;
+  std::string command_; // the last
   FILE* commands_ = nullptr;
   FILE* answers_ = nullptr;
 };

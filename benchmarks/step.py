@@ -1,0 +1,73 @@
+"""One rank of the Python side of `./fsdp bench step`, started by it.
+
+Says "ready", then reads "plain N" or "fsdp N" a line and answers with the median seconds of N steps.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformer import Transformer, batch_of, fill_parameters, loss_of
+
+HEADS = 4
+VOCABULARY = 256
+
+
+class Side:
+    def __init__(self, options, sharded):
+        self.model = Transformer(options.dim, options.layers, HEADS, VOCABULARY)
+        fill_parameters(self.model)
+        if sharded:
+            mesh = dist.init_device_mesh("cpu", (options.world_size,))
+            for block in self.model.blocks:
+                fully_shard(block, mesh=mesh, reshard_after_forward=True)
+            fully_shard(self.model, mesh=mesh, reshard_after_forward=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.batch = batch_of(options.batch, options.sequence, VOCABULARY)
+        self.step()
+
+    def step(self):
+        loss = loss_of(self.model, self.batch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def time(self, steps):
+        self.step()
+        times = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            self.step()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    for name in ["rank", "world-size", "port", "dim", "layers", "batch", "sequence"]:
+        parser.add_argument("--" + name, type=int, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{options.port}",
+        rank=options.rank,
+        world_size=options.world_size,
+    )
+    sides = {"plain": Side(options, False), "fsdp": Side(options, True)}
+    print("ready", flush=True)
+    for line in sys.stdin:
+        form, steps = line.split()
+        print(sides[form].time(int(steps)), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+// `./fsdp bench step`: whole training steps with real communication on the CPU, in one run:
+//
+//   gloo     processes, ours
+//   python   processes, Python FSDP2 over gloo: the same model, batch and optimizer
+//   threads  ranks as threads of one process, ours
+//
+// All are alive at once and take turns; who is not asked sleeps. Every rank has one thread to
+// compute with. tokens/s are of all ranks together. Exposed is what a step takes longer than
+// the same step of the plain model on every rank: communication that nothing hides, and what
+// sharding costs the host.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <torch/torch.h>
+
+#include <fsdp/fsdp.h>
+#include <fsdp/optim.h>
+
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include <cstdio>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <optional>
+#include <sstream>
+
+#include "child.h"
+#include "measure.h"
+#include "transformer.h"
+
+namespace {
+
+using namespace bench;
+using nlohmann::json;
+
+struct Options {
+  TransformerOptions model{.dim = 128, .layers = 8};
+  int64_t batch = 2; // of a rank
+  int64_t sequence = 64;
+  std::vector<int> ranks{2, 4};
+  int rounds = 7;
+  int steps = 5;
+  std::string python = FSDP_BENCH_PYTHON;
+
+  int64_t tokens(int num_ranks) const {
+    return num_ranks * batch * sequence;
+  }
+};
+
+// ------------------------------------------------------------ One rank
+
+/// A model, sharded over the default group or not, and its step.
+class Side {
+ public:
+  Side(const Options& options, bool sharded)
+      : net_(options.model), batch_(options.batch, options.sequence, options.model.vocabulary) {
+    fill_parameters(*net_);
+    if (sharded) {
+      shard(net_, {.reshard_after_forward = true});
+    }
+    optimizer_ = std::make_unique<fsdp::optim::AdamW>(net_->parameters(), /*lr=*/1e-5);
+    step();
+  }
+
+  double step() {
+    auto loss = loss_of(net_, batch_);
+    loss.backward();
+    optimizer_->step();
+    optimizer_->zero_grad();
+    return loss.item<double>();
+  }
+
+  /// Median seconds; one step more warms up.
+  double time(int steps) {
+    step();
+    std::vector<double> times;
+    for (int i = 0; i < steps; ++i) {
+      const auto start = now();
+      step();
+      times.push_back(now() - start);
+    }
+    return median(times);
+  }
+
+ private:
+  Transformer net_;
+  const Batch batch_;
+  std::unique_ptr<fsdp::optim::AdamW> optimizer_;
+};
+
+/// Whose part of a job this process is, when it is.
+struct Worker {
+  std::string kind; // "gloo" or "threads"; empty: nobody's
+  int rank = 0;
+  int num_ranks = 1;
+  int port = 0;
+};
+
+/// Asked for "plain N" or "fsdp N", answers with the seconds of a step.
+void answer(const std::function<double(bool sharded, int steps)>& time) {
+  printf("ready\n");
+  fflush(stdout);
+  for (std::string line; std::getline(std::cin, line);) {
+    std::istringstream words(line);
+    std::string form;
+    int steps = 0;
+    words >> form >> steps;
+    printf("%.9f\n", time(form == "fsdp", steps));
+    fflush(stdout);
+  }
+}
+
+void work_over_gloo(const Options& options, const Worker& worker) {
+  torch::set_num_threads(1);
+  fsdp::init_process_group(
+      {.backend = "gloo",
+       .init_method = c10::str("tcp://127.0.0.1:", worker.port),
+       .rank = worker.rank,
+       .world_size = worker.num_ranks});
+  {
+    Side plain(options, /*sharded=*/false);
+    Side sharded(options, /*sharded=*/true);
+    answer([&](bool of_sharded, int steps) { return (of_sharded ? sharded : plain).time(steps); });
+  }
+  fsdp::destroy_process_group();
+}
+
+void work_in_threads(const Options& options, const Worker& worker) {
+  answer([&](bool sharded, int steps) {
+    double seconds = 0;
+    fsdp::run_ranks(
+        worker.num_ranks,
+        [&](int rank) {
+          Side side(options, sharded);
+          fsdp::default_group().barrier();
+          const auto time = side.time(steps);
+          if (rank == 0) {
+            seconds = time;
+          }
+        },
+        {.intra_op_threads = 1});
+    return seconds;
+  });
+}
+
+// ------------------------------------------------------------ Jobs
+
+int free_port() {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  TORCH_CHECK(
+      fd >= 0 && bind(fd, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+          getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0,
+      "no free port");
+  close(fd);
+  return ntohs(address.sin_port);
+}
+
+/// The processes of one kind and number of ranks.
+class Job {
+ public:
+  Job(const Options& options, const std::string& kind, int num_ranks) {
+    const int port = free_port();
+    const int processes = kind == "threads" ? 1 : num_ranks;
+    for (int rank = 0; rank < processes; ++rank) {
+      std::vector<std::string> words{"/proc/self/exe", "--worker", kind};
+      if (kind == "python") {
+        words = {options.python, FSDP_BENCH_DIR "/step.py"};
+      }
+      const auto add = [&](const char* name, int64_t value) {
+        words.insert(words.end(), {std::string("--") + name, std::to_string(value)});
+      };
+      add("rank", rank);
+      add("world-size", num_ranks);
+      add("port", port);
+      add("dim", options.model.dim);
+      add("layers", options.model.layers);
+      add("batch", options.batch);
+      add("sequence", options.sequence);
+      children_.push_back(std::make_unique<Child>(std::move(words)));
+    }
+    for (auto& child : children_) {
+      const auto line = child->read_line();
+      is_ready_ = is_ready_ && line == "ready";
+    }
+  }
+
+  bool is_ready() const {
+    return is_ready_;
+  }
+
+  /// Seconds of a step, of rank 0.
+  double time(const std::string& form, int steps) {
+    for (auto& child : children_) {
+      child->tell(c10::str(form, " ", steps));
+    }
+    std::vector<double> seconds;
+    for (auto& child : children_) {
+      seconds.push_back(std::stod(child->answer()));
+    }
+    return seconds.front();
+  }
+
+ private:
+  std::vector<std::unique_ptr<Child>> children_;
+  bool is_ready_ = true;
+};
+
+// ------------------------------------------------------------ Rounds and report
+
+/// Seconds of a step, round by round.
+struct Rounds {
+  std::vector<double> plain;
+  std::vector<double> sharded;
+
+  std::vector<double> exposed() const {
+    auto result = sharded;
+    for (size_t i = 0; i < result.size(); ++i) {
+      result[i] -= plain[i];
+    }
+    return result;
+  }
+};
+
+std::map<std::string, Rounds> measure(const Options& options, int num_ranks) {
+  std::vector<std::pair<std::string, std::unique_ptr<Job>>> jobs;
+  for (const auto* kind : {"gloo", "python", "threads"}) {
+    auto job = std::make_unique<Job>(options, kind, num_ranks);
+    if (job->is_ready()) {
+      jobs.emplace_back(kind, std::move(job));
+    } else {
+      fprintf(stderr, "%s: could not start\n", kind);
+    }
+  }
+  std::map<std::string, Rounds> rounds;
+  for (int round = 0; round < options.rounds; ++round) {
+    for (auto& [kind, job] : jobs) {
+      rounds[kind].plain.push_back(job->time("plain", options.steps));
+      rounds[kind].sharded.push_back(job->time("fsdp", options.steps));
+    }
+    std::reverse(jobs.begin(), jobs.end());
+  }
+  return rounds;
+}
+
+/// Ours over gloo, in tokens/s, against Python's; none without.
+std::optional<Figure> ratio_of(const std::map<std::string, Rounds>& rounds) {
+  if (!rounds.contains("gloo") || !rounds.contains("python")) {
+    return std::nullopt;
+  }
+  std::vector<double> ratios;
+  for (size_t i = 0; i < rounds.at("gloo").sharded.size(); ++i) {
+    ratios.push_back(rounds.at("python").sharded[i] / rounds.at("gloo").sharded[i]);
+  }
+  return Figure(ratios);
+}
+
+void print(const Options& options, int num_ranks, const std::map<std::string, Rounds>& rounds) {
+  printf("%d ranks\n", num_ranks);
+  printf(
+      "  %-10s %10s %21s %10s %12s %12s\n", "", "ms / step", "[quartiles]", "tokens/s", "plain, ms",
+      "exposed, ms");
+  for (const auto& [kind, each] : rounds) {
+    const Figure step(each.sharded);
+    printf(
+        "  %-10s %10.2f   [%8.2f, %8.2f] %10.0f %12.2f %12.2f\n", kind.c_str(), step.median * 1e3,
+        step.low * 1e3, step.high * 1e3, options.tokens(num_ranks) / step.median,
+        median(each.plain) * 1e3, median(each.exposed()) * 1e3);
+  }
+  if (const auto ratio = ratio_of(rounds)) {
+    printf(
+        "  gloo against python, tokens/s: %.2f   [%.2f, %.2f]\n", ratio->median, ratio->low,
+        ratio->high);
+  }
+  fflush(stdout);
+}
+
+json to_json(const Options& options, int num_ranks, const std::map<std::string, Rounds>& rounds) {
+  json out{{"ranks", num_ranks}};
+  for (const auto& [kind, each] : rounds) {
+    out[kind] = {
+        {"seconds_per_step", Figure(each.sharded).to_json()},
+        {"tokens_per_second", options.tokens(num_ranks) / median(each.sharded)},
+        {"plain_seconds_per_step", Figure(each.plain).to_json()},
+        {"exposed_seconds_per_step", Figure(each.exposed()).to_json()}};
+  }
+  if (const auto ratio = ratio_of(rounds)) {
+    out["ratio"] = ratio->to_json();
+  }
+  return out;
+}
+
+int run(int argc, char** argv) {
+  CLI::App app("Training steps with real communication: ours and Python FSDP2's, in one run.");
+  Options options;
+  Worker worker;
+  std::optional<double> min_ratio;
+  bool as_json = false;
+  app.add_option("--dim", options.model.dim, "Width, a multiple of 4 heads")->capture_default_str();
+  app.add_option("--layers", options.model.layers, "Blocks")->capture_default_str();
+  app.add_option("--batch", options.batch, "Sequences, of a rank")->capture_default_str();
+  app.add_option("--sequence", options.sequence, "Tokens of a sequence")->capture_default_str();
+  app.add_option("--ranks", options.ranks, "Numbers of ranks")->capture_default_str();
+  app.add_option("--rounds", options.rounds, "Rounds, of which the median counts")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--steps", options.steps, "Steps of each form in a round")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--python", options.python, "An interpreter with torch")->capture_default_str();
+  app.add_option(
+      "--min-ratio", min_ratio,
+      "Exit 1 if ours over gloo has less tokens/s than this many times Python's");
+  app.add_flag("--json", as_json, "One JSON object instead of the table");
+  // Of the processes that it starts.
+  app.add_option("--worker", worker.kind)->group("");
+  app.add_option("--rank", worker.rank)->group("");
+  app.add_option("--world-size", worker.num_ranks)->group("");
+  app.add_option("--port", worker.port)->group("");
+  CLI11_PARSE(app, argc, argv);
+  if (worker.kind == "gloo") {
+    work_over_gloo(options, worker);
+    return 0;
+  }
+  if (worker.kind == "threads") {
+    work_in_threads(options, worker);
+    return 0;
+  }
+  if (!as_json) {
+    printf(
+        "dim %ld, %ld layers, %ld x %ld tokens per rank, AdamW, one thread per rank\n",
+        options.model.dim, options.model.layers, options.batch, options.sequence);
+  }
+  auto out = json::array();
+  bool enough = true;
+  for (const int num_ranks : options.ranks) {
+    const auto rounds = measure(options, num_ranks);
+    if (as_json) {
+      out.push_back(to_json(options, num_ranks, rounds));
+    } else {
+      print(options, num_ranks, rounds);
+    }
+    const auto ratio = ratio_of(rounds);
+    enough = enough && (!min_ratio || (ratio && ratio->median >= *min_ratio));
+  }
+  if (as_json) {
+    std::cout << out << std::endl;
+  }
+  return enough ? 0 : 1;
+}
+
+} // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const c10::Error& error) {
+    fprintf(stderr, "step: %s\n", error.what_without_backtrace());
+    return 2;
+  }
+}
