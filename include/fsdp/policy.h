@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <fsdp/device_mesh.h>
+#include <fsdp/export.h>
 #include <fsdp/placement.h>
 
 namespace fsdp {
