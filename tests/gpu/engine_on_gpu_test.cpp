@@ -100,10 +100,10 @@ TEST(MovedToGpu, InputsParametersAndBuffersByTheRoot) {
     fully_shard(net->mlp, {.mesh = mesh});
     EXPECT_TRUE(net->mlp->buffer.is_cuda());
     fully_shard(net, {.mesh = mesh});
-    net({{"a", {random_batch(0, {2, 4}), random_batch(1, {2, 4})}},
-         {"b", {random_batch(2, {2, 4})}}})
-        .sum()
-        .backward();
+    const std::map<std::string, std::vector<torch::Tensor>> inputs{
+        {"a", {random_batch(0, {2, 4}), random_batch(1, {2, 4})}},
+        {"b", {random_batch(2, {2, 4})}}};
+    net(inputs).sum().backward();
     for (const auto& param : net->parameters()) {
       EXPECT_TRUE(param.is_cuda());
       EXPECT_TRUE(param.grad().is_cuda());
