@@ -259,6 +259,9 @@ void check(Forms& forms, const Case& which) {
   const double tolerance = which.bf16 ? 2e-2 : 1e-3;
   for (const auto& [ours, theirs] : {std::pair('a', 'c'), std::pair('b', 'd')}) {
     for (const char* what : {"loss", "grad_norm"}) {
+      if (theirs == 'd' && what == std::string_view("grad_norm")) {
+        continue; // torch's fake group leaves what it should reduce as it was
+      }
       const auto x = found[ours][what].get<double>();
       const auto y = found[theirs][what].get<double>();
       TORCH_CHECK(

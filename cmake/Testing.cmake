@@ -1,5 +1,5 @@
-# fsdp_add_test(NAME LABELS... [TIMEOUT seconds] [PROPERTIES...] SOURCES...): one GoogleTest
-# binary of a room. Every test has a time limit and labels:
+# fsdp_add_test(NAME LABELS... [TIMEOUT seconds] SOURCES...): one GoogleTest binary of a
+# room. Every test has a time limit and labels:
 #   unit     no ranks            ranks    ranks as threads
 #   process  ranks as processes  parity   against Python's torch
 #   package  the installed package        cli  the command line tool
@@ -9,7 +9,7 @@ find_package(GTest REQUIRED)
 include(GoogleTest)
 
 function(fsdp_add_test name)
-  cmake_parse_arguments(arg "" "TIMEOUT" "LABELS;SOURCES;PROPERTIES" ${ARGN})
+  cmake_parse_arguments(arg "" "TIMEOUT" "LABELS;SOURCES" ${ARGN})
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT 120)
   endif()
@@ -19,20 +19,37 @@ function(fsdp_add_test name)
   gtest_discover_tests(
     ${name}
     DISCOVERY_TIMEOUT 120
-    PROPERTIES LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT} ${arg_PROPERTIES})
+    PROPERTIES LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT})
 endfunction()
 
-# fsdp_also_on_gpu(NAME [EXCEPT patterns...]): the tests of the binary NAME once more, as
-# OnGpu.*, with models and batches on a GPU; only where torch has CUDA.
+# A whole binary is one test on a GPU, and has it for itself: to open the device takes longer
+# than most tests, and some measure time or memory.
+function(fsdp_add_whole_test test binary)
+  add_test(NAME ${test} COMMAND ${binary} ${ARGN})
+  set_tests_properties(
+    ${test}
+    PROPERTIES LABELS gpu TIMEOUT 300 RUN_SERIAL TRUE ENVIRONMENT FSDP_TEST_DEVICE=cuda
+               SKIP_REGULAR_EXPRESSION "there is no GPU here")
+endfunction()
+
+# fsdp_add_gpu_test(NAME SOURCES...): a binary that needs a GPU.
+function(fsdp_add_gpu_test name)
+  cmake_parse_arguments(arg "" "" "SOURCES" ${ARGN})
+  add_executable(${name} ${arg_SOURCES})
+  target_link_libraries(${name} PRIVATE fsdp_objects fsdp_test_support)
+  fsdp_add_precompiled(${name})
+  if(TORCH_CUDA_LIBRARIES)
+    target_compile_definitions(${name} PRIVATE FSDP_TEST_CUDA)
+  endif()
+  fsdp_add_whole_test(${name} ${name})
+endfunction()
+
+# fsdp_also_on_gpu(NAME [EXCEPT patterns...]): the tests of the binary NAME once more, with
+# models and batches on a GPU; only where torch has CUDA.
 function(fsdp_also_on_gpu name)
   cmake_parse_arguments(arg "" "" "EXCEPT" ${ARGN})
   list(JOIN arg_EXCEPT ":" except)
   if(TORCH_CUDA_LIBRARIES)
-    gtest_discover_tests(
-      ${name}
-      TEST_PREFIX OnGpu.
-      TEST_FILTER "-${except}"
-      DISCOVERY_TIMEOUT 120
-      PROPERTIES LABELS gpu TIMEOUT 120 ENVIRONMENT FSDP_TEST_DEVICE=cuda)
+    fsdp_add_whole_test(OnGpu.${name} ${name} --gtest_filter=-${except})
   endif()
 endfunction()

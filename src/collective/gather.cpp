@@ -15,9 +15,14 @@ void Gathered::wait(const OptionalStream& current) {
 }
 
 Gathered start_gather(
-    AllGather& comm, at::Tensor input, ProcessGroup group, const GatherStreams& streams) {
+    AllGather& comm,
+    at::Tensor input,
+    ProcessGroup group,
+    const GatherStreams& streams,
+    at::Tensor buffer) {
   Gathered gathered;
-  {
+  gathered.buffer = std::move(buffer);
+  if (!gathered.buffer.defined()) {
     const c10::OptionalStreamGuard on(streams.copy_in);
     gathered.buffer = comm.allocate({input.numel() * group.size()}, input.options());
   }

@@ -41,9 +41,14 @@ struct Gathered {
   void wait(const OptionalStream& current);
 };
 
-/// Gathers every rank's `input` into a new buffer.
+/// Gathers every rank's `input` into `buffer`, of which it may be this rank's part;
+/// undefined, a new one is made.
 Gathered start_gather(
-    AllGather& comm, at::Tensor input, ProcessGroup group, const GatherStreams& streams);
+    AllGather& comm,
+    at::Tensor input,
+    ProcessGroup group,
+    const GatherStreams& streams,
+    at::Tensor buffer = {});
 
 /// The same by a plan, on the CPU and for a group that can: there is nothing to
 /// copy out.

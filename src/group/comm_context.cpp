@@ -10,22 +10,18 @@ void CommContext::lazy_init(c10::Device device) {
   if (std::exchange(initialized_, true)) {
     return;
   }
-  // Before compute, so that a copy does not hold up what waits for it.
-  copy_in_ = new_stream(device, /*high_priority=*/true);
-  all_gather_ = new_stream(device, /*high_priority=*/true);
-  reduce_scatter_ = new_stream(device, /*high_priority=*/true);
-  all_reduce_ = new_stream(device, /*high_priority=*/false);
+  streams_ = comm_streams(device);
 }
 
 // ------------------------------------------------------------ Gathers
 
 void CommContext::gather_after(const StreamEvent& event) {
-  event.block(copy_in_); // for which every gather waits
+  event.block(streams_->copy_in); // for which every gather waits
 }
 
 GatherStreams CommContext::gather_streams(c10::Device device, bool own) const {
   if (own && initialized_) {
-    return {copy_in_, all_gather_};
+    return {streams_->copy_in, streams_->all_gather};
   }
   const auto current = optional_current_stream(device);
   return {current, current};
@@ -103,10 +99,10 @@ std::shared_ptr<ForwardRecord> CommContext::forward_before(const ForwardRecord& 
 void CommContext::reset() {
   release_parked();
   // What is under way still uses memory that was let go of.
-  wait_for_stream(copy_in_, all_gather_);
-  wait_for_stream(reduce_scatter_, all_reduce_);
-  if (reduce_scatter_) {
-    wait_for_stream(current_stream(reduce_scatter_->device()), reduce_scatter_);
+  wait_for_stream(streams_->copy_in, streams_->all_gather);
+  wait_for_stream(streams_->reduce_scatter, streams_->all_reduce);
+  if (const auto& scatter = streams_->reduce_scatter) {
+    wait_for_stream(current_stream(scatter->device()), scatter);
   }
   reduce_scatters_.clear();
   all_reduces_.clear();

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "collective/gather.h"
-#include "runtime/stream.h"
+#include "runtime/comm_streams.h"
 
 namespace fsdp::detail {
 
@@ -38,7 +38,7 @@ struct ForwardRecord {
 /// the order of forwards.
 class CommContext {
  public:
-  /// Makes the streams, once.
+  /// Takes the streams, once.
   void lazy_init(c10::Device device);
 
   /// What was written before now (by an optimizer, on the current stream) is
@@ -59,10 +59,10 @@ class CommContext {
   }
 
   const OptionalStream& reduce_scatter_stream() const {
-    return reduce_scatter_;
+    return streams_->reduce_scatter;
   }
   const OptionalStream& all_reduce_stream() const {
-    return all_reduce_;
+    return streams_->all_reduce;
   }
   /// Reductions over the shards' ranks, and then over replicas, that were
   /// started and not finished, oldest first. A group is there once for each.
@@ -96,10 +96,7 @@ class CommContext {
   };
 
   bool initialized_ = false;
-  OptionalStream copy_in_;
-  OptionalStream all_gather_;
-  OptionalStream reduce_scatter_;
-  OptionalStream all_reduce_;
+  std::shared_ptr<const CommStreams> streams_ = std::make_shared<const CommStreams>();
   std::optional<Parked> parked_;
   std::deque<std::weak_ptr<FSDPParamGroup>> reduce_scatters_;
   std::deque<std::weak_ptr<FSDPParamGroup>> all_reduces_;

@@ -210,7 +210,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   void attach_params();
   std::shared_ptr<const GatherPlan> gather_plan() const;
   void check_host_memory() const;
-  at::Tensor gather_input();
+  at::Tensor gather_input(at::Tensor* buffer);
   int64_t make_payloads(const at::Tensor& shard);
   void copy_out_all();
   void copy_out_payloads(std::vector<at::Tensor> outputs);

@@ -49,25 +49,29 @@ void FSDPParamGroup::unshard(bool async_op, bool for_recomputation) {
   lazy_init();
   post_forward_shard_ = at::Tensor(); // a forward wants the shards as they are now
   sharded_state_ = is_unsharded() ? sharded_state_ : ShardedState::Sharded;
+  const bool placed =
+      plan_ && all_gather_ == default_all_gather() && places_gathers(group_, device());
+  at::Tensor buffer;
   at::Tensor input;
   {
     const c10::OptionalStreamGuard on(streams.copy_in);
-    input = gather_input();
+    input = gather_input(placed || alone() ? nullptr : &buffer);
     copied_in_ = StreamEvent::of(offload_ ? streams.copy_in : std::nullopt);
   }
   if (alone()) {
     pending_ = Gathered{
         .input = input, .buffer = input, .work = {}, .issued = StreamEvent::of(streams.copy_in)};
-  } else if (plan_ && all_gather_ == default_all_gather() && places_gathers(group_, device())) {
+  } else if (placed) {
     pending_ = start_placed_gather(std::move(input), group_, plan_);
   } else {
-    pending_ = start_gather(*all_gather_, std::move(input), group_, streams);
+    pending_ = start_gather(*all_gather_, std::move(input), group_, streams, std::move(buffer));
   }
 }
 
 /// What this rank sends: the shard buffer as it lies, or one copy of it that
-/// casts, moves to the device and makes room for payloads on the way.
-at::Tensor FSDPParamGroup::gather_input() {
+/// casts, moves to the device and makes room for payloads on the way. The copy
+/// is made in this rank's part of `buffer`, which is allocated for it.
+at::Tensor FSDPParamGroup::gather_input(at::Tensor* buffer) {
   const bool on_device = shard_.device() == device();
   if (on_device && (layout_.sends_shards() || (alone() && layout_.all_plain()))) {
     return shard_; // alone it is cast when it is copied out
@@ -77,9 +81,15 @@ at::Tensor FSDPParamGroup::gather_input() {
   const auto shard =
       on_device || layout_.sends_shards() ? shard_ : shard_.to(device(), /*non_blocking=*/true);
   const auto payload_numel = make_payloads(shard);
-  auto input = at::empty(
-      {layout_.gathered_numel + payload_numel},
-      at::TensorOptions().device(device()).dtype(layout_.gather_dtype));
+  const auto numel = layout_.gathered_numel + payload_numel;
+  const auto options = at::TensorOptions().device(device()).dtype(layout_.gather_dtype);
+  at::Tensor input;
+  if (buffer) {
+    *buffer = all_gather_->allocate({numel * group_.size()}, options);
+    input = buffer->narrow(0, group_.rank() * numel, numel);
+  } else {
+    input = at::empty({numel}, options);
+  }
   for (const auto& run : layout_.runs) {
     auto to = typed_view(input, run.gathered.offset, run.gathered.numel, run.gather_dtype);
     to.copy_(

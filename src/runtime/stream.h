@@ -38,13 +38,6 @@ inline OptionalStream optional_current_stream(c10::Device device) {
   return has_streams(device) ? OptionalStream(current_stream(device)) : std::nullopt;
 }
 
-inline OptionalStream new_stream(c10::Device device, bool high_priority) {
-  if (!has_streams(device)) {
-    return std::nullopt;
-  }
-  return c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, high_priority ? -1 : 0);
-}
-
 /// A point in a stream's work. The default one has been reached already.
 class StreamEvent {
  public:

@@ -39,9 +39,11 @@ TEST(EventsOnGpu, PerGroupAndStep) {
     // ====================================================================================
     // The numbers. A gather, twice: copy-in before gather, gather issued, copied out (3
     // records); gather after copy-in, compute after gather, copy-in after copy-out (3
-    // waits). A reduction: after compute, and compute after it (2 of each).
-    EXPECT_EQ(many.records - few.records, 4 * 8);
-    EXPECT_EQ(many.waits - few.waits, 4 * 8);
+    // waits). A reduction: after compute, and compute after it (2 of each). In each of the
+    // three collectives, the thread's tensors are ready, its part is done, and its work is
+    // queued (3 records); it waits for both ranks twice, and for its work (5 waits).
+    EXPECT_EQ(many.records - few.records, 4 * (8 + 3 * 3));
+    EXPECT_EQ(many.waits - few.waits, 4 * (8 + 3 * 5));
     EXPECT_LE(many.made, 4); // nearly all have been used before; the ranks share a pool
     // ====================================================================================
   });

@@ -100,12 +100,12 @@ void train(const DeviceMesh& grid, bool checkpointed) {
   torch::optim::AdamW expected_optimizer(reference->parameters(), 1e-2);
   for (int step = 0; step < 4; ++step) {
     SCOPED_TRACE("step " + std::to_string(step));
-    auto loss = torch::zeros({}, torch::kDouble);
+    auto loss = torch::zeros({}, torch::device(test_device()).dtype(torch::kDouble));
     const CommDebugMode comm;
     run_step(pipeline, step, loss);
     EXPECT_EQ(comm.count("reduce_scatter"), 2); // of the last microbatch only
     EXPECT_EQ(comm.count("all_gather"), 2);     // kept in between
-    auto expected = torch::zeros({}, torch::kDouble);
+    auto expected = torch::zeros({}, torch::device(test_device()).dtype(torch::kDouble));
     for (int i = 0; i < kMicrobatches; ++i) {
       auto each = loss_of(
           reference(tp_batch(kMicrobatches * step + i, {3, kDim}, pipeline.dp.get_local_rank())));

@@ -299,7 +299,7 @@ TEST(TensorParallelComm, ModulesThatShareAnInputShareItsMoves) {
       expect_parity(*net, *reference);
       // What has been edited since is another input.
       at::NoGradGuard no_grad;
-      auto x = torch::ones({3, 4, 6}, torch::kDouble);
+      auto x = torch::ones({3, 4, 6}, torch::device(test_device()).dtype(torch::kDouble));
       const auto first = net(x);
       x.mul_(2);
       EXPECT_FALSE(torch::allclose(net(x), first));

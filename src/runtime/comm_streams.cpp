@@ -1,0 +1,72 @@
+#include "runtime/comm_streams.h"
+
+#include <fsdp/error.h>
+
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#include "base/check.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+constexpr int kRing = 32; // streams of one priority that torch has for a device
+
+/// Streams that somebody has.
+struct Taken {
+  std::mutex mutex;
+  std::set<std::pair<c10::DeviceIndex, c10::StreamId>> streams;
+};
+
+/// Never destroyed: ranks may end after every static object.
+Taken& taken() {
+  static auto* const made = new Taken;
+  return *made;
+}
+
+c10::Stream take(c10::Device device) {
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  for (int i = 0; i < kRing; ++i) {
+    const auto stream = guard.getNewStream(device, /*priority=*/-1);
+    std::lock_guard lock(taken().mutex);
+    if (taken().streams.emplace(stream.device_index(), stream.id()).second) {
+      return stream;
+    }
+  }
+  FSDP_THROW(
+      ConfigError, "more than ", kRing / 4, " ranks share ", device,
+      ", and each needs streams of its own; start fewer ranks, or use more devices");
+}
+
+void give_back(const CommStreams& streams) {
+  std::lock_guard lock(taken().mutex);
+  for (const auto& stream :
+       {streams.copy_in, streams.all_gather, streams.reduce_scatter, streams.all_reduce}) {
+    taken().streams.erase({stream->device_index(), stream->id()});
+  }
+}
+
+} // namespace
+
+std::shared_ptr<const CommStreams> comm_streams(c10::Device device) {
+  if (!has_streams(device)) {
+    static const auto none = std::make_shared<const CommStreams>();
+    return none;
+  }
+  thread_local std::unordered_map<c10::Device, std::shared_ptr<const CommStreams>> mine;
+  auto& streams = mine[device];
+  if (!streams) {
+    streams = std::shared_ptr<const CommStreams>(
+        new CommStreams{take(device), take(device), take(device), take(device)},
+        [](const CommStreams* unused) {
+          give_back(*unused);
+          delete unused;
+        });
+  }
+  return streams;
+}
+
+} // namespace fsdp::detail
