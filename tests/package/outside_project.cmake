@@ -21,7 +21,8 @@ if(found EQUAL -1)
   message(FATAL_ERROR "the consumer printed:\n${output}")
 endif()
 # Each checks itself what it shows.
-foreach(example first_shard own_model hsdp tensor_parallel checkpoint_resume finetune_hf int8_gather)
+foreach(example twenty_lines first_shard own_model hsdp tensor_parallel checkpoint_resume finetune_hf
+                int8_gather)
   run(${WORK}/build/${example})
 endforeach()
 # The tool is installed beside the library and finds it.
