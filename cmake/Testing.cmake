@@ -28,7 +28,7 @@ function(fsdp_add_whole_test test binary)
   add_test(NAME ${test} COMMAND ${binary} ${ARGN})
   set_tests_properties(
     ${test}
-    PROPERTIES LABELS gpu TIMEOUT 300 RUN_SERIAL TRUE ENVIRONMENT FSDP_TEST_DEVICE=cuda
+    PROPERTIES LABELS gpu TIMEOUT 300 RUN_SERIAL TRUE
                SKIP_REGULAR_EXPRESSION "there is no GPU here")
 endfunction()
 
@@ -51,5 +51,6 @@ function(fsdp_also_on_gpu name)
   list(JOIN arg_EXCEPT ":" except)
   if(TORCH_CUDA_LIBRARIES)
     fsdp_add_whole_test(OnGpu.${name} ${name} --gtest_filter=-${except})
+    set_tests_properties(OnGpu.${name} PROPERTIES ENVIRONMENT FSDP_TEST_DEVICE=cuda)
   endif()
 endfunction()

@@ -4,6 +4,8 @@
 #include <filesystem>
 #include <utility>
 
+#include <fsdp/error.h>
+
 #include "cli/report/report.h"
 
 namespace fsdp::cli {
@@ -36,10 +38,17 @@ void StepTrace::begin_step(int64_t step) {
 }
 
 void StepTrace::end() {
-  if (trace_) {
-    trace_->write(std::filesystem::path(folder_) / kTraceFile);
-    trace_.reset();
+  if (!trace_) {
+    return;
   }
+  try {
+    trace_->write(std::filesystem::path(folder_) / kTraceFile);
+  } catch (const CommError&) {
+    throw;
+  } catch (const c10::Error& error) { // like the other files of the folder
+    throw CheckpointError({__func__, __FILE__, __LINE__}, error.what_without_backtrace());
+  }
+  trace_.reset();
 }
 
 } // namespace fsdp::cli

@@ -1,13 +1,9 @@
 #include "runtime/comm_streams.h"
 
-#include <fsdp/error.h>
-
 #include <mutex>
 #include <set>
 #include <unordered_map>
 #include <utility>
-
-#include "base/check.h"
 
 namespace fsdp::detail {
 
@@ -27,25 +23,26 @@ Taken& taken() {
   return *made;
 }
 
-c10::Stream take(c10::Device device) {
+/// None where all are taken.
+OptionalStream take(c10::Device device) {
   const c10::impl::VirtualGuardImpl guard(device.type());
+  std::lock_guard lock(taken().mutex); // for all of the ring: so none that is free is missed
   for (int i = 0; i < kRing; ++i) {
     const auto stream = guard.getNewStream(device, /*priority=*/-1);
-    std::lock_guard lock(taken().mutex);
     if (taken().streams.emplace(stream.device_index(), stream.id()).second) {
       return stream;
     }
   }
-  FSDP_THROW(
-      ConfigError, "more than ", kRing / 4, " ranks share ", device,
-      ", and each needs streams of its own; start fewer ranks, or use more devices");
+  return std::nullopt;
 }
 
 void give_back(const CommStreams& streams) {
   std::lock_guard lock(taken().mutex);
   for (const auto& stream :
        {streams.copy_in, streams.all_gather, streams.reduce_scatter, streams.all_reduce}) {
-    taken().streams.erase({stream->device_index(), stream->id()});
+    if (stream) {
+      taken().streams.erase({stream->device_index(), stream->id()});
+    }
   }
 }
 
@@ -59,9 +56,15 @@ std::shared_ptr<const CommStreams> comm_streams(c10::Device device) {
   thread_local std::unordered_map<c10::Device, std::shared_ptr<const CommStreams>> mine;
   auto& streams = mine[device];
   if (!streams) {
-    streams = std::shared_ptr<const CommStreams>(
-        new CommStreams{take(device), take(device), take(device), take(device)},
-        [](const CommStreams* unused) {
+    CommStreams all{take(device), take(device), take(device), take(device)};
+    if (!all.all_reduce) { // too many ranks: this one's communication waits in line with its
+                           // compute
+      give_back(all);
+      const auto current = optional_current_stream(device);
+      return std::make_shared<const CommStreams>(CommStreams{current, current, current, current});
+    }
+    streams =
+        std::shared_ptr<const CommStreams>(new CommStreams(all), [](const CommStreams* unused) {
           give_back(*unused);
           delete unused;
         });

@@ -15,7 +15,8 @@ namespace fsdp::detail {
 // waits for whoever used the memory: here for the compute of one rank. So no two
 // ranks may share one, nor a rank and somebody's own stream. Torch gives streams
 // out of a ring of 32 per priority; ours are of the high one, taken once for each
-// rank and all its models.
+// rank and all its models. Ranks beyond the eighth on a device get none, and
+// communicate on their compute stream: correct, and without overlap.
 
 struct CommStreams {
   OptionalStream copy_in;
@@ -25,8 +26,7 @@ struct CommStreams {
 };
 
 /// Those of the calling thread, which is a rank; none on a device without
-/// streams. Throws ConfigError when there are more ranks on one device than
-/// streams for them.
+/// streams.
 std::shared_ptr<const CommStreams> comm_streams(c10::Device device);
 
 } // namespace fsdp::detail
