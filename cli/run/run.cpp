@@ -27,6 +27,8 @@ using Clock = std::chrono::steady_clock;
 
 // From the polite signal to the one that cannot be refused.
 constexpr auto kGrace = std::chrono::seconds(3);
+// The same where a person asked, and the ranks may have something to save.
+constexpr auto kPatience = std::chrono::seconds(30);
 constexpr auto kPoll = std::chrono::milliseconds(100);
 
 struct RunOptions {
@@ -183,7 +185,7 @@ class Launcher {
     }
     closing_words_ = std::string("fsdp run: ended by ") + strsignal(signal) + ".\n";
     job_.report({std::string("fsdp run was ended by ") + strsignal(signal), 128 + signal});
-    end_all(128 + signal, signal);
+    end_all(128 + signal, signal, kPatience);
   }
 
   /// What the ranks say cannot be written.
@@ -202,14 +204,16 @@ class Launcher {
     if (const auto failure = job_.failure_elsewhere()) {
       closing_words_ =
           "fsdp run: on another node: " + failure->what + "; the ranks here were ended.\n";
-      end_all(failure->exit_code);
+      const int signal = failure->exit_code - 128; // that the other launcher got
+      const bool asked = signal == SIGINT || signal == SIGTERM;
+      end_all(failure->exit_code, asked ? signal : SIGTERM, asked ? kPatience : kGrace);
     }
   }
 
-  void end_all(int exit_code, int signal = SIGTERM) {
+  void end_all(int exit_code, int signal = SIGTERM, std::chrono::seconds grace = kGrace) {
     ending_ = true;
     exit_code_ = exit_code;
-    kill_at_ = Clock::now() + kGrace;
+    kill_at_ = Clock::now() + grace;
     for (const auto& child : children_) {
       child->send(signal);
     }

@@ -192,6 +192,19 @@ TEST(TrainSignals, FinishesTheStepSavesAndGoesOnLater) {
   }
 }
 
+TEST(TrainSignals, UnderALauncherTheRanksSaveToo) {
+  const auto run_folder = temporary_folder() + "/run";
+  const auto words = joined(tiny_options(
+      text_file(), {"--run", run_folder, "--steps", "100000", "--schedule", "constant"}));
+  const auto ended = interrupted(" run -n 2 -- " + kTool + words, run_folder, "kill -INT $!;");
+  EXPECT_EQ(ended.exit_code, 130) << ended.output;
+  EXPECT_EQ(count(ended.output, "stopped   by SIGINT after step "), 1) << ended.output;
+  const auto done = metrics_of(run_folder).size();
+  const auto rest =
+      run({"train", "--resume", run_folder, "--steps", std::to_string(done + 1), "--quiet"});
+  EXPECT_EQ(rest.exit_code, 0) << rest.output;
+}
+
 TEST(TrainSignals, ASecondOneQuitsAtOnce) {
   const auto run_folder = temporary_folder() + "/run";
   const auto words = joined(tiny_options(
