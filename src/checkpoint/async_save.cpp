@@ -120,7 +120,9 @@ class Background {
       const auto bytes = static_cast<int64_t>(part.data.nbytes());
       auto copy =
           memory_.narrow(0, offset, bytes).view(part.data.scalar_type()).view(part.data.sizes());
-      if (part.data.is_cpu() && part.data.is_contiguous()) {
+      // Not the bytes of one that stands for others: a conjugate, or a negative.
+      const bool plain = part.data.is_contiguous() && !part.data.is_conj() && !part.data.is_neg();
+      if (part.data.is_cpu() && plain) {
         copy_past_caches(
             static_cast<char*>(copy.mutable_data_ptr()),
             static_cast<const char*>(part.data.const_data_ptr()), part.data.nbytes());

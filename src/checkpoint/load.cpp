@@ -87,7 +87,8 @@ std::vector<Source> find_sources(
 /// Whether the file's bytes are those that the tensor has in memory.
 bool goes_straight(const Source& source) {
   const auto& local = source.target->local;
-  return local.is_cpu() && local.is_contiguous() && local.scalar_type() == source.tensor->dtype;
+  return local.is_cpu() && local.is_contiguous() && !local.is_conj() && !local.is_neg() &&
+         local.scalar_type() == source.tensor->dtype;
 }
 
 /// A rank's load: all that can fail when it is made, changes by `finish`. What goes
@@ -135,32 +136,41 @@ class Loading {
   std::vector<Source> sources_;
 };
 
-} // namespace
-
-void load(StateDict& state, const std::filesystem::path& path, const LoadOptions& options) {
-  at::NoGradGuard no_grad;
-  std::optional<Loading> loading;
+/// What one rank throws, all do.
+template <class F>
+void fail_together(const char* consequence, F body) {
   std::string error;
   try {
-    loading.emplace(state, path, options);
+    body();
   } catch (const std::exception&) {
     error = detail::current_exception_text();
     if (error.empty()) {
       error = "unknown";
     }
   }
-  // Nothing is changed anywhere before everybody has everything.
   const auto errors = detail::gather_texts(error);
   for (size_t rank = 0; rank < errors.size(); ++rank) {
-    FSDP_CHECK_AS(CheckpointError, errors[rank].empty(), "rank ", rank, ": ", errors[rank]);
+    FSDP_CHECK_AS(
+        CheckpointError, errors[rank].empty(), consequence, "rank ", rank, ": ", errors[rank]);
   }
+}
+
+} // namespace
+
+void load(StateDict& state, const std::filesystem::path& path, const LoadOptions& options) {
+  at::NoGradGuard no_grad;
+  std::optional<Loading> loading;
+  // Nothing is changed anywhere before everybody has everything.
+  fail_together("", [&] { loading.emplace(state, path, options); });
   const auto ids = detail::gather_texts(loading->id());
   for (size_t rank = 0; rank < ids.size(); ++rank) {
     FSDP_CHECK_AS(
         CheckpointError, ids[rank] == ids[0], path.string(), ": rank ", rank,
         " read another checkpoint than rank 0: it was replaced meanwhile");
   }
-  loading->finish(state);
+  // A file may still break between the two reads.
+  fail_together(
+      "the tensors are partly loaded, load them again: ", [&] { loading->finish(state); });
 }
 
 } // namespace fsdp

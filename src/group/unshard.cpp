@@ -55,7 +55,9 @@ void FSDPParamGroup::unshard(bool async_op, bool for_recomputation) {
   at::Tensor input;
   {
     const c10::OptionalStreamGuard on(streams.copy_in);
-    input = gather_input(placed || alone() ? nullptr : &buffer);
+    // One of the user's own may write to its output before it reads its input.
+    const bool in_place = !placed && !alone() && all_gather_ == default_all_gather();
+    input = gather_input(in_place ? &buffer : nullptr);
     copied_in_ = StreamEvent::of(offload_ ? streams.copy_in : std::nullopt);
   }
   if (alone()) {
@@ -84,7 +86,8 @@ at::Tensor FSDPParamGroup::gather_input(at::Tensor* buffer) {
   const auto numel = layout_.gathered_numel + payload_numel;
   const auto options = at::TensorOptions().device(device()).dtype(layout_.gather_dtype);
   at::Tensor input;
-  if (buffer) {
+  constexpr int64_t kAlignment = 16; // so that a part can be seen as any dtype
+  if (buffer && numel * static_cast<int64_t>(options.dtype().itemsize()) % kAlignment == 0) {
     *buffer = all_gather_->allocate({numel * group_.size()}, options);
     input = buffer->narrow(0, group_.rank() * numel, numel);
   } else {

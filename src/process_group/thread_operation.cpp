@@ -19,7 +19,7 @@ namespace {
 void copy_flat(const at::Tensor& target, const at::Tensor& source) {
   if (target.is_cpu()) {
     // Plain bytes: no dispatch, and no intra-op threads on top of the ranks'.
-    if (source.nbytes() > 0) {
+    if (source.nbytes() > 0 && target.data_ptr() != source.const_data_ptr()) { // in place: there
       std::memmove(target.data_ptr(), source.const_data_ptr(), source.nbytes());
     }
   } else {
@@ -57,6 +57,11 @@ bool fits(const CollectiveCall& a, const CollectiveCall& b) {
       return true;
     case CollectiveKind::AllToAll:
       return a.output.scalar_type() == b.output.scalar_type();
+    case CollectiveKind::AllGather: // by a plan, the output has gaps
+      if (a.input.numel() != b.input.numel() || !a.plan != !b.plan) {
+        return false;
+      }
+      [[fallthrough]];
     default:
       return a.output.scalar_type() == b.output.scalar_type() &&
              a.output.numel() == b.output.numel() && a.op == b.op && a.root == b.root;

@@ -36,6 +36,17 @@ OptionalStream take(c10::Device device) {
   return std::nullopt;
 }
 
+/// Whoever gets them next knows nothing of what is under way.
+void finish(const CommStreams& streams) {
+  try {
+    for (const auto& stream :
+         {streams.copy_in, streams.all_gather, streams.reduce_scatter, streams.all_reduce}) {
+      stream->synchronize();
+    }
+  } catch (const std::exception&) { // the device is lost, or the process ends
+  }
+}
+
 void give_back(const CommStreams& streams) {
   std::lock_guard lock(taken().mutex);
   for (const auto& stream :
@@ -65,6 +76,7 @@ std::shared_ptr<const CommStreams> comm_streams(c10::Device device) {
     }
     streams =
         std::shared_ptr<const CommStreams>(new CommStreams(all), [](const CommStreams* unused) {
+          finish(*unused);
           give_back(*unused);
           delete unused;
         });

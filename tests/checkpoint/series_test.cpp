@@ -36,6 +36,21 @@ TEST(AsyncSave, HoldsTheValuesOfTheCall) {
   });
 }
 
+TEST(AsyncSave, ConjugatesAndNegativesAreWhatTheyStandFor) {
+  const auto path = temporary_folder() + "/checkpoint";
+  const auto x = torch::complex(torch::arange(4.0), torch::ones(4));
+  StateDict state;
+  state.insert("conjugate", x.conj());
+  state.insert("negative", torch::imag(x.conj()));
+  async_save(state, path).get();
+  StateDict read;
+  read.insert("conjugate", torch::zeros(4, torch::kComplexFloat).conj());
+  read.insert("negative", torch::imag(torch::zeros(4, torch::kComplexFloat).conj()));
+  load(read, path);
+  EXPECT_SAME(std::get<at::Tensor>(read.at("conjugate")).resolve_conj(), x.conj().resolve_conj());
+  EXPECT_SAME(std::get<at::Tensor>(read.at("negative")).resolve_neg(), -torch::ones(4));
+}
+
 TEST(AsyncSave, OneAtATime) {
   const auto folder = temporary_folder();
   std::atomic<bool> slow{true};

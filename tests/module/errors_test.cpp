@@ -1,6 +1,7 @@
 // What is refused, when, and with which words.
 #include <fsdp/call.h>
 #include <fsdp/debug.h>
+#include <fsdp/error.h>
 #include <fsdp/tie_weights.h>
 
 #include "support/sharded.h"
@@ -179,6 +180,18 @@ TEST(Refused, AnInnerModuleThatRanFirst) {
         {"already been lazily initialized for a",
          "requires running forward through the root module first"});
   });
+}
+
+TEST(Refused, ModelsThatDifferBetweenRanks) {
+  const auto message = message_of<CommError>([] {
+    run_ranks(2, [](int rank) {
+      auto net = linear(8, rank == 0 ? 4 : 6); // gathered, both take as much room
+      fully_shard(net);
+      const torch::NoGradGuard no_grad;
+      net(torch::ones({1, 8}));
+    });
+  });
+  EXPECT_TRUE(contains(message, "the ranks brought different calls"));
 }
 
 TEST(Refused, AGroupOfSeveralModulesAsTheRoot) {

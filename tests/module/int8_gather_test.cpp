@@ -219,6 +219,17 @@ TEST(Int8Gather, TrainsCloseToExactWeights) {
   }
 }
 
+// What a rank sends ends anywhere, beside parameters of four bytes.
+TEST(Int8Gather, OddNumbersOfBytes) {
+  run_ranks(3, [](int) {
+    auto net = seeded<MLP>(5);
+    fully_shard(net);
+    send_as_int8(*net);
+    net(random_batch(0, {2, 5})).sum().backward();
+    expect_within_half_a_scale(*net, torch::kFloat);
+  });
+}
+
 TEST(Int8Gather, GradientsAreThoseOfTheGatheredValues) {
   for (const int n : {2, 4}) {
     run_ranks(n, [](int) {
