@@ -27,8 +27,6 @@ using Clock = std::chrono::steady_clock;
 
 // From the polite signal to the one that cannot be refused.
 constexpr auto kGrace = std::chrono::seconds(3);
-// The same where a person asked, and the ranks may have something to save.
-constexpr auto kPatience = std::chrono::seconds(30);
 constexpr auto kPoll = std::chrono::milliseconds(100);
 
 struct RunOptions {
@@ -185,7 +183,7 @@ class Launcher {
     }
     closing_words_ = std::string("fsdp run: ended by ") + strsignal(signal) + ".\n";
     job_.report({std::string("fsdp run was ended by ") + strsignal(signal), 128 + signal});
-    end_all(128 + signal, signal, kPatience);
+    end_all(128 + signal, signal);
   }
 
   /// What the ranks say cannot be written.
@@ -204,16 +202,21 @@ class Launcher {
     if (const auto failure = job_.failure_elsewhere()) {
       closing_words_ =
           "fsdp run: on another node: " + failure->what + "; the ranks here were ended.\n";
-      const int signal = failure->exit_code - 128; // that the other launcher got
-      const bool asked = signal == SIGINT || signal == SIGTERM;
-      end_all(failure->exit_code, asked ? signal : SIGTERM, asked ? kPatience : kGrace);
+      end_all(
+          failure->exit_code, was_asked(failure->exit_code) ? failure->exit_code - 128 : SIGTERM);
     }
   }
 
-  void end_all(int exit_code, int signal = SIGTERM, std::chrono::seconds grace = kGrace) {
+  /// The exit code of somebody who was asked to end, and did in order.
+  static bool was_asked(int exit_code) {
+    return exit_code == 128 + SIGINT || exit_code == 128 + SIGTERM;
+  }
+
+  /// Who was asked by a person may have much to save: only a second signal hurries.
+  void end_all(int exit_code, int signal = SIGTERM) {
     ending_ = true;
     exit_code_ = exit_code;
-    kill_at_ = Clock::now() + grace;
+    kill_at_ = was_asked(exit_code) ? Clock::time_point::max() : Clock::now() + kGrace;
     for (const auto& child : children_) {
       child->send(signal);
     }

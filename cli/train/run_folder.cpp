@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstring>
 #include <ctime>
+#include <iostream>
 
 #include <fsdp/distributed.h>
 
@@ -28,15 +29,6 @@ std::string from_first_rank(std::string text, const std::string& device) {
   return text.c_str();
 }
 
-/// runs/<date and time>, by the clock of rank 0. Collective.
-std::string new_run_folder(const std::string& device) {
-  char text[16] = {};
-  const auto now = std::time(nullptr);
-  tm local{};
-  std::strftime(text, sizeof(text), "%Y%m%d-%H%M%S", localtime_r(&now, &local));
-  return "runs/" + from_first_rank(text, device);
-}
-
 /// With all folders above it. By hand: see corpus.cpp.
 void make_folders(const std::string& path) {
   for (size_t end = path.find('/', 1);; end = path.find('/', end + 1)) {
@@ -53,6 +45,25 @@ void make_folders(const std::string& path) {
       return;
     }
   }
+}
+
+/// runs/<date and time>, by the clock of rank 0, which makes it: two runs that begin
+/// in the same second have two. Collective.
+std::string new_run_folder(const std::string& device) {
+  std::string path;
+  if (get_rank() == 0) {
+    char text[16] = {};
+    const auto now = std::time(nullptr);
+    tm local{};
+    std::strftime(text, sizeof(text), "%Y%m%d-%H%M%S", localtime_r(&now, &local));
+    const auto first = std::string("runs/") + text;
+    path = first;
+    mkdir("runs", 0777); // what is wrong with it is said by make_folders
+    for (int i = 2; mkdir(path.c_str(), 0777) != 0 && errno == EEXIST; ++i) {
+      path = first + "-" + std::to_string(i);
+    }
+  }
+  return from_first_rank(path, device);
 }
 
 } // namespace
@@ -120,8 +131,12 @@ void RunFolder::at_end(Trainer& trainer, const RunState& run) {
 }
 
 void RunFolder::report() {
-  if (metrics_) {
-    write_report(path_);
+  try {
+    if (metrics_) {
+      write_report(path_);
+    }
+  } catch (const ConfigError& error) { // all that counts lies there
+    std::cerr << "fsdp: no report: " << error.what_without_backtrace() << std::endl;
   }
 }
 

@@ -122,9 +122,12 @@ StepResult Trainer::step(int64_t step, int asked) {
   result.loss = shared[0];
   result.asked = shared[1] > 0 ? SIGINT : shared[2] > 0 ? SIGTERM : 0;
   if (!std::isfinite(result.loss)) {
-    const auto bad = first_bad(/*gradients=*/false);
-    const auto where = bad.empty() ? ", though all parameters are finite,"
-                                   : ", and the first parameter that is not finite is " + bad + ",";
+    const auto param = first_bad(/*gradients=*/false);
+    const auto grad = param.empty() ? first_bad(/*gradients=*/true) : "";
+    const auto where =
+        !param.empty()  ? ", and the first parameter that is not finite is " + param + ","
+        : !grad.empty() ? ", and the first gradient that is not finite is that of " + grad + ","
+                        : std::string(", though all parameters and gradients are finite,");
     stop_at(step, c10::str("the loss is ", result.loss, where));
   }
   if (scaler_.is_enabled()) {
@@ -180,8 +183,11 @@ double Trainer::validation_loss() {
   auto sum = torch::zeros({}, torch::TensorOptions(device_).dtype(torch::kDouble));
   for (int64_t batch = 0; batch < kValidationBatches; ++batch) {
     const auto [first, count] = my_rows(config_.batch);
-    sum += loss_of(
-        corpus_.held_out_rows(batch * config_.batch + first, count, total, config_.context));
+    const auto rows =
+        corpus_.held_out_rows(batch * config_.batch + first, count, total, config_.context);
+    for (const auto& part : rows.chunk(config_.accumulate)) { // no more memory than a step
+      sum += loss_of(part) / static_cast<double>(config_.accumulate);
+    }
   }
   return average(sum.view({1}) / kValidationBatches)[0];
 }
