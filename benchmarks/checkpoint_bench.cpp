@@ -10,11 +10,8 @@
 // async    until async_save returns: what training waits for
 // memory   the most that a rank was resident during the call, beyond what it was before; for
 //          async_save, which keeps its host memory for the next one, beyond the model
-#include <fcntl.h>
 #include <malloc.h>
-#include <signal.h>
 #include <stdlib.h>
-#include <sys/wait.h>
 #include <torch/torch.h>
 #include <torch/version.h>
 #include <unistd.h>
@@ -35,6 +32,10 @@
 #include <map>
 #include <memory>
 #include <sstream>
+
+#include "bench_main.h"
+#include "child.h"
+#include "measure.h"
 
 namespace {
 
@@ -216,7 +217,6 @@ class Side {
  public:
   Side(std::vector<std::string> words, const Options& options, const std::string& rendezvous)
       : name_(words[0]) {
-    signal(SIGPIPE, SIG_IGN);
     for (int rank = 0; rank < options.ranks; ++rank) {
       auto mine = words;
       for (const auto& word :
@@ -225,10 +225,10 @@ class Side {
             std::to_string(options.blocks()), std::string("--rendezvous"), rendezvous}) {
         mine.push_back(word);
       }
-      start(mine);
+      ranks_.push_back(std::make_unique<bench::Child>(std::move(mine)));
     }
-    for (auto& process : processes_) {
-      std::istringstream hello(read_line(process).value_or(""));
+    for (auto& rank : ranks_) {
+      std::istringstream hello(rank->read_line().value_or(""));
       std::string ready;
       int64_t bytes = 0;
       hello >> ready >> torch_ >> bytes;
@@ -239,12 +239,8 @@ class Side {
   }
 
   ~Side() {
-    for (auto& process : processes_) {
-      fclose(process.commands);
-    }
-    for (auto& process : processes_) {
-      waitpid(process.pid, nullptr, 0);
-      fclose(process.answers);
+    for (auto& rank : ranks_) {
+      rank->hang_up();
     }
   }
   Side(const Side&) = delete;
@@ -265,14 +261,13 @@ class Side {
   }
 
   Measured ask(const std::string& command, const std::string& path) {
-    for (auto& process : processes_) {
-      fprintf(process.commands, "%s %s\n", command.c_str(), path.c_str());
-      fflush(process.commands);
+    for (auto& rank : ranks_) {
+      rank->tell(command + " " + path);
     }
     Measured all;
     bool is_known = true;
-    for (auto& process : processes_) {
-      std::istringstream answer(read_line(process).value_or(""));
+    for (auto& rank : ranks_) {
+      std::istringstream answer(rank->read_line().value_or(""));
       Measured one;
       answer >> one.seconds >> one.total >> one.extra;
       TORCH_CHECK(answer, name_, " failed on '", command, "'");
@@ -286,48 +281,8 @@ class Side {
   }
 
  private:
-  struct Process {
-    pid_t pid = -1;
-    FILE* commands = nullptr;
-    FILE* answers = nullptr;
-  };
-
-  void start(std::vector<std::string>& words) {
-    int to_child[2];
-    int from_child[2];
-    TORCH_CHECK(pipe2(to_child, O_CLOEXEC) == 0 && pipe2(from_child, O_CLOEXEC) == 0, "no pipe");
-    std::vector<char*> argv;
-    for (auto& word : words) {
-      argv.push_back(word.data());
-    }
-    argv.push_back(nullptr);
-    const pid_t pid = fork();
-    TORCH_CHECK(pid >= 0, "no process");
-    if (pid == 0) {
-      dup2(to_child[0], 0);
-      dup2(from_child[1], 1);
-      execvp(argv[0], argv.data());
-      fprintf(stderr, "%s: %s\n", argv[0], strerror(errno));
-      _exit(127);
-    }
-    close(to_child[0]);
-    close(from_child[1]);
-    processes_.push_back({pid, fdopen(to_child[1], "w"), fdopen(from_child[0], "r")});
-  }
-
-  static std::optional<std::string> read_line(Process& process) {
-    std::string line;
-    for (int c = fgetc(process.answers); c != EOF; c = fgetc(process.answers)) {
-      if (c == '\n') {
-        return line;
-      }
-      line.push_back(static_cast<char>(c));
-    }
-    return std::nullopt;
-  }
-
   const std::string name_;
-  std::vector<Process> processes_;
+  std::vector<std::unique_ptr<bench::Child>> ranks_;
   bool is_there_ = true;
   std::string torch_;
   int64_t shard_bytes_ = 0;
@@ -398,13 +353,10 @@ Result measure(const Options& options, const TemporaryFolder& folder, Side& ours
 struct Figure {
   double median = 0, low = 0, high = 0;
 
-  explicit Figure(std::vector<double> values) {
-    std::sort(values.begin(), values.end());
-    const auto half = values.size() / 2;
-    median = values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
-    low = values.front();
-    high = values.back();
-  }
+  explicit Figure(const std::vector<double>& values)
+      : median(bench::median(values)),
+        low(*std::min_element(values.begin(), values.end())),
+        high(*std::max_element(values.begin(), values.end())) {}
   json to_json() const {
     return {{"median", median}, {"low", low}, {"high", high}};
   }
@@ -631,10 +583,5 @@ int run(int argc, char** argv) {
 } // namespace
 
 int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const c10::Error& error) {
-    fprintf(stderr, "checkpoint: %s\n", error.what_without_backtrace());
-    return 2;
-  }
+  return bench::bench_main("checkpoint", run, argc, argv);
 }

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace bench {
@@ -45,12 +46,19 @@ class Child {
   }
 
   ~Child() {
-    fclose(commands_);
+    hang_up();
     waitpid(pid_, nullptr, 0);
     fclose(answers_);
   }
   Child(const Child&) = delete;
   Child& operator=(const Child&) = delete;
+
+  /// It gets no more commands, and ends. For several that end together.
+  void hang_up() {
+    if (commands_) {
+      fclose(std::exchange(commands_, nullptr));
+    }
+  }
 
   std::string ask(const std::string& command) {
     tell(command);

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from overhead import Transformer, fill_parameters
+from transformer import Transformer, check_step, fill_parameters
 
 
 class Side:
@@ -75,24 +75,9 @@ class Side:
         return torch.cuda.max_memory_allocated()
 
     def check(self):
-        from torch.distributed.tensor.debug import CommDebugMode
-
-        comm = CommDebugMode()
-        with comm:
-            loss = self.forward_backward().item()
-        square = 0.0
-        for parameter in self.parameters:
-            grad = parameter.grad
-            grad = grad.to_local() if hasattr(grad, "to_local") else grad
-            square += grad.float().square().sum().item()
+        checked = check_step(self.parameters, self.forward_backward)
         self.optimizer.zero_grad()
-        counts = {str(op): n for op, n in comm.get_comm_counts().items()}
-        return {
-            "loss": loss,
-            "grad_norm": square**0.5,
-            "all_gathers": sum(n for op, n in counts.items() if "allgather" in op or "all_gather" in op),
-            "reduce_scatters": sum(n for op, n in counts.items() if "reduce_scatter" in op),
-        }
+        return checked
 
 
 def main():

@@ -30,6 +30,7 @@
 #include <optional>
 #include <sstream>
 
+#include "bench_main.h"
 #include "child.h"
 #include "measure.h"
 #include "transformer.h"
@@ -415,10 +416,5 @@ int run(int argc, char** argv) {
 } // namespace
 
 int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const c10::Error& error) {
-    fprintf(stderr, "gpu: %s\n", error.what_without_backtrace());
-    return 2;
-  }
+  return bench::bench_main("gpu", run, argc, argv);
 }

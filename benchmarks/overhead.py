@@ -16,7 +16,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from transformer import Transformer, batch_of, fill_parameters, loss_of
+from transformer import Transformer, batch_of, check_step, fill_parameters, loss_of
 
 try:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -88,25 +88,9 @@ class Side:
         return [statistics.median(column) for column in zip(*times[1:])]  # the first one warms up
 
     def check(self):
-        """Loss and gradients of one step, and its collectives."""
-        from torch.distributed.tensor.debug import CommDebugMode
-
-        comm = CommDebugMode()
-        with comm:
-            loss = self.forward_backward().item()
-        square = 0.0
-        for parameter in self.model.parameters():
-            grad = parameter.grad
-            grad = grad.to_local() if hasattr(grad, "to_local") else grad
-            square += grad.double().square().sum().item()
+        checked = check_step(self.model.parameters(), self.forward_backward)
         self.finish()
-        counts = {str(op): n for op, n in comm.get_comm_counts().items()}
-        return {
-            "loss": loss,
-            "grad_norm": square**0.5,
-            "all_gathers": sum(n for op, n in counts.items() if "allgather" in op or "all_gather" in op),
-            "reduce_scatters": sum(n for op, n in counts.items() if "reduce_scatter" in op),
-        }
+        return checked
 
 
 PHASES = ["pre_forward", "post_forward", "pre_backward", "post_backward", "final"]

@@ -27,6 +27,7 @@
 #include <map>
 #include <optional>
 
+#include "bench_main.h"
 #include "overhead_model.h"
 #include "overhead_phases.h"
 #include "overhead_python.h"
@@ -383,10 +384,5 @@ int run(int argc, char** argv) {
 } // namespace
 
 int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const c10::Error& error) {
-    fprintf(stderr, "overhead: %s\n", error.what_without_backtrace());
-    return 2;
-  }
+  return bench::bench_main("overhead", run, argc, argv);
 }

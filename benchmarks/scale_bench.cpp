@@ -15,6 +15,7 @@
 #include <iostream>
 #include <optional>
 
+#include "bench_main.h"
 #include "measure.h"
 #include "overhead_model.h"
 
@@ -261,10 +262,5 @@ int run(int argc, char** argv) {
 } // namespace
 
 int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const c10::Error& error) {
-    fprintf(stderr, "scale: %s\n", error.what_without_backtrace());
-    return 2;
-  }
+  return bench::bench_main("scale", run, argc, argv);
 }

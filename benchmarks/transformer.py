@@ -91,6 +91,27 @@ def batch_of(size, sequence, vocabulary):
     return (position * 7 % vocabulary).view(size, sequence), position * 11 % vocabulary
 
 
+def check_step(parameters, forward_backward):
+    """Loss and gradients of one step, and its collectives."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    comm = CommDebugMode()
+    with comm:
+        loss = forward_backward().item()
+    square = 0.0
+    for parameter in parameters:
+        grad = parameter.grad
+        grad = grad.to_local() if hasattr(grad, "to_local") else grad
+        square += grad.double().square().sum().item()
+    counts = {str(op): n for op, n in comm.get_comm_counts().items()}
+    return {
+        "loss": loss,
+        "grad_norm": square**0.5,
+        "all_gathers": sum(n for op, n in counts.items() if "allgather" in op or "all_gather" in op),
+        "reduce_scatters": sum(n for op, n in counts.items() if "reduce_scatter" in op),
+    }
+
+
 def loss_of(model, batch):
     tokens, targets = batch
     logits = model(tokens)

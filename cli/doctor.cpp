@@ -21,6 +21,7 @@
 
 #include "cli/check.h"
 #include "cli/command.h"
+#include "cli/files.h"
 #include "cli/train/corpus.h"
 #include "cli/train/progress.h"
 
@@ -60,23 +61,10 @@ class Findings {
   bool broken_ = false;
 };
 
-/// Where PATH has it, or "".
-std::string find_program(const std::string& name) {
-  const char* path = std::getenv("PATH");
-  std::istringstream folders(path ? path : "");
-  for (std::string folder; std::getline(folders, folder, ':');) {
-    const auto program = folder + "/" + name;
-    if (access(program.c_str(), X_OK) == 0) {
-      return program;
-    }
-  }
-  return "";
-}
-
 void look_at_tools(Findings& findings) {
   findings.good("built", std::string("by ") + __VERSION__);
   for (const auto* name : {"g++", "cmake", "ninja", "git"}) {
-    const auto path = find_program(name);
+    const auto path = find_in_path(name);
     if (path.empty()) {
       findings.lacking(name, "not in PATH; it is needed to build, not to run");
     } else {

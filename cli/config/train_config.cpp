@@ -109,9 +109,4 @@ void check(const TrainConfig& config, const MeshShape& mesh) {
       (config.batch + shares - 1) / shares * shares);
 }
 
-void check(const TrainConfig& config, int64_t ranks) {
-  at_least("--ranks", ranks, 1);
-  check(config, config.mesh.value_or(MeshShape{.shard = ranks}));
-}
-
 } // namespace fsdp::cli

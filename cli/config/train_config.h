@@ -46,6 +46,5 @@ ReshardAfterForward parse_reshard(const std::string& text, int64_t shard_ranks);
 /// Throws ConfigError that names the option and the way out. The rows have to be
 /// shared evenly by ranks and parts, and `tp` has to divide the model.
 void check(const TrainConfig& config, const MeshShape& mesh);
-void check(const TrainConfig& config, int64_t ranks);
 
 } // namespace fsdp::cli

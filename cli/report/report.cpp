@@ -22,6 +22,7 @@
 #include <fsdp/version.h>
 
 #include "cli/check.h"
+#include "cli/files.h"
 #include "cli/report/report_page.h"
 
 namespace fsdp::cli {
@@ -37,13 +38,6 @@ constexpr size_t kMostSteps = 20'000; // of the page; of more, every second, thi
 bool is_there(const fs::path& path) {
   struct stat info{};
   return stat(path.c_str(), &info) == 0;
-}
-
-/// The last part of where a folder really lies.
-std::string name_of(const fs::path& folder) {
-  const std::unique_ptr<char, decltype(&std::free)> real(
-      realpath(folder.c_str(), nullptr), &std::free);
-  return real ? fs::path(real.get()).filename().string() : folder.string();
 }
 
 std::optional<std::string> read_text(const fs::path& path) {
@@ -208,7 +202,7 @@ fs::path write_report(const fs::path& run) {
     refuse((run / kTraceFile).string(), " is not a trace of fsdp: ", error.what());
   }
   const Json data{
-      {"name", name_of(run)},
+      {"name", fs::path(real_path(run.string())).filename().string()},
       {"version", c10::str(FSDP_VERSION_MAJOR, ".", FSDP_VERSION_MINOR, ".", FSDP_VERSION_PATCH)},
       {"config", read_json(run / kConfigFile)},
       {"metrics", std::move(metrics)},
@@ -218,13 +212,7 @@ fs::path write_report(const fs::path& run) {
   replace(page, "@REPORT_SCRIPT@", kReportScript);
   replace(page, "@REPORT_DATA@", script_text(data));
   const auto path = run / kReportFile;
-  const auto part = run / (std::string(kReportFile) + ".part");
-  std::ofstream file(part, std::ios::binary);
-  file << page << std::flush;
-  file.close();
-  // In one go: who opens the page meanwhile never sees half of it.
-  const bool written = file && std::rename(part.c_str(), path.c_str()) == 0;
-  check_config(written, "cannot write ", path.string(), "; is there space left?");
+  check_config(write_aside(path, page), "cannot write ", path.string(), "; is there space left?");
   return path;
 }
 

@@ -17,6 +17,8 @@
 
 #include <c10/util/Exception.h>
 
+#include "cli/files.h"
+
 extern char** environ;
 
 namespace fsdp::cli {
@@ -27,11 +29,6 @@ constexpr size_t kKeptLines = 12;
 constexpr size_t kLongestLine = 64 << 10;
 constexpr int kChunk = 16 << 10;
 
-bool is_file(const std::string& path) {
-  struct stat info{};
-  return stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode);
-}
-
 /// The path that a shell would run.
 std::string find_program(const std::string& name) {
   if (name.find('/') != std::string::npos) {
@@ -40,17 +37,9 @@ std::string find_program(const std::string& name) {
     TORCH_CHECK_VALUE(is_file(name), "cannot run ", name, ": it is not a file");
     return name;
   }
-  const char* path = std::getenv("PATH");
-  std::string folders = path ? path : "/usr/bin:/bin";
-  for (size_t start = 0; start <= folders.size();) {
-    const auto end = std::min(folders.find(':', start), folders.size());
-    const auto candidate = folders.substr(start, end - start) + "/" + name;
-    if (is_file(candidate) && access(candidate.c_str(), X_OK) == 0) {
-      return candidate;
-    }
-    start = end + 1;
-  }
-  TORCH_CHECK_VALUE(false, "there is no program '", name, "' on the PATH");
+  const auto found = find_in_path(name);
+  TORCH_CHECK_VALUE(!found.empty(), "there is no program '", name, "' on the PATH");
+  return found;
 }
 
 std::vector<char*> pointers(const std::vector<std::string>& texts) {

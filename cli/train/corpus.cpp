@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "cli/check.h"
+#include "cli/files.h"
 
 namespace fsdp::cli {
 
@@ -93,9 +94,7 @@ std::string loaded_headers() {
   if (dladdr(reinterpret_cast<const void*>(&torch::autograd::grad), &info) == 0) {
     return "";
   }
-  const std::unique_ptr<char, decltype(&std::free)> real(
-      realpath(info.dli_fname, nullptr), &std::free);
-  const std::string library = real ? real.get() : info.dli_fname;
+  const auto library = real_path(info.dli_fname);
   const auto folder = library.substr(0, library.rfind('/'));
   return folder.substr(0, folder.rfind('/')) + "/include";
 }

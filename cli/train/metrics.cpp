@@ -9,6 +9,8 @@
 
 #include <c10/util/StringUtil.h>
 
+#include "cli/files.h"
+
 namespace fsdp::cli {
 
 namespace {
@@ -98,14 +100,7 @@ void MetricsFile::check() const {
 }
 
 void write_file(const std::filesystem::path& path, const std::string& text) {
-  const auto aside = path.string() + ".new";
-  std::ofstream file(aside, std::ios::binary | std::ios::trunc);
-  file << text << std::flush;
-  if (!file) {
-    fail(path);
-  }
-  file.close();
-  if (std::rename(aside.c_str(), path.c_str()) != 0) {
+  if (!write_aside(path, text)) {
     fail(path);
   }
 }

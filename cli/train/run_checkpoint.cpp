@@ -11,6 +11,7 @@
 
 #include "cli/check.h"
 #include "cli/config/option_list.h"
+#include "cli/files.h"
 
 namespace fsdp::cli {
 
@@ -39,11 +40,6 @@ void insert_progress(StateDict& state, const RunState& run) {
   state.insert("train.step", run.step);
   state.insert("train.first_loss", run.first_loss);
   state.insert("train.last_losses", run.last_losses);
-}
-
-bool is_file(const std::filesystem::path& path) {
-  struct stat info{};
-  return stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode);
 }
 
 } // namespace

@@ -26,9 +26,6 @@ StepTrace::StepTrace(std::string folder, int64_t before, int64_t steps, c10::Dev
 }
 
 void StepTrace::begin_step(int64_t step) {
-  if (folder_.empty()) {
-    return;
-  }
   if (step == first_) {
     trace_.emplace(TraceOptions{.device = device_});
   } else if (step == first_ + kTraced) {

@@ -14,7 +14,7 @@ namespace fsdp::cli {
 /// Every rank makes the same calls.
 class StepTrace {
  public:
-  /// `before` of the run's `steps` are behind it. An empty folder: nothing is traced.
+  /// `before` of the run's `steps` are behind it.
   StepTrace(std::string folder, int64_t before, int64_t steps, c10::Device device);
 
   /// Before each step, which counts from 1; the file is written when it has all.

@@ -16,6 +16,7 @@
 
 #include "cli/check.h"
 #include "cli/command.h"
+#include "cli/files.h"
 #include "cli/train/corpus.h"
 #include "cli/train/narrator.h"
 #include "cli/train/options.h"
@@ -172,24 +173,14 @@ int try_train_rank(
   }
 }
 
-/// As the same file is called from any folder; as it is where there is none.
-std::string absolute_path(const std::string& path) {
-  const std::unique_ptr<char, decltype(&std::free)> real(
-      realpath(path.c_str(), nullptr), &std::free);
-  return real ? real.get() : path;
-}
-
 /// Builds the model as rank 0 of as many ranks as it shall be, without its memory.
 int dry_run(TrainOptions& options) {
   const auto mesh = resolve_mesh(options, std::nullopt, std::nullopt);
   auto& config = options.identity.config;
   const Joined joined({.backend = "fake", .rank = 0, .world_size = static_cast<int>(mesh.ranks())});
   const auto model = build_sharded(config, TrainMesh(mesh, c10::kCPU));
-  int64_t shard_bytes = 0;
-  for (const auto& param : model->parameters()) {
-    shard_bytes += static_cast<int64_t>(param.nbytes());
-  }
-  Narrator(options, /*speaks=*/true).plan(make_plan(config, mesh), shard_bytes, "no network");
+  Narrator(options, /*speaks=*/true)
+      .plan(make_plan(config, mesh), shard_bytes(model), "no network");
   return 0;
 }
 
@@ -218,7 +209,7 @@ int train(TrainOptions options) {
   const auto corpus =
       identity.data.empty() ? Corpus::libtorch_headers() : Corpus::read(identity.data);
   corpus.check_context(config.context);
-  identity.data = identity.data.empty() ? "" : absolute_path(identity.data);
+  identity.data = identity.data.empty() ? "" : real_path(identity.data);
   identity.fingerprint = corpus.fingerprint();
   if (saved) {
     check_text(identity, *saved);

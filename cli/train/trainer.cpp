@@ -93,6 +93,14 @@ Transformer build_sharded(const TrainConfig& config, const TrainMesh& mesh) {
   return model;
 }
 
+int64_t shard_bytes(const Transformer& model) {
+  int64_t bytes = 0;
+  for (const auto& param : model->parameters()) {
+    bytes += static_cast<int64_t>(param.nbytes());
+  }
+  return bytes;
+}
+
 Trainer::Trainer(const TrainConfig& config, const Corpus& corpus)
     : config_(config),
       corpus_(corpus),
@@ -223,14 +231,6 @@ void Trainer::set_state_dict(const StateDict& state) {
         {.scale = std::get<double>(state.at("scaler.scale")),
          .growth_tracker = std::get<int64_t>(state.at("scaler.growth_tracker"))});
   }
-}
-
-int64_t Trainer::shard_bytes() const {
-  int64_t bytes = 0;
-  for (const auto& param : model_->parameters()) {
-    bytes += static_cast<int64_t>(param.nbytes());
-  }
-  return bytes;
 }
 
 std::pair<int64_t, int64_t> Trainer::my_rows(int64_t total) const {

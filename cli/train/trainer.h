@@ -37,6 +37,9 @@ struct StepResult {
 /// group per block and one for the rest. On meta still: fill it next. Collective.
 Transformer build_sharded(const TrainConfig& config, const TrainMesh& mesh);
 
+/// Bytes of the parameters that this rank holds between the steps.
+int64_t shard_bytes(const Transformer& model);
+
 /// One rank's part of a training run. Everything but the getters is collective:
 /// every rank makes the same calls in the same order.
 class Trainer {
@@ -68,11 +71,9 @@ class Trainer {
   int64_t num_params() const {
     return num_params_;
   }
-  int64_t num_groups() const {
-    return static_cast<int64_t>(model_->layers.size()) + 1;
+  int64_t shard_bytes() const {
+    return cli::shard_bytes(model_);
   }
-  /// Bytes of the parameters that this rank holds between the steps.
-  int64_t shard_bytes() const;
 
  private:
   /// This rank's part of `total` rows: the first, and how many.

@@ -41,19 +41,7 @@ TEST_P(MemoryOnGpu, EveryPhaseStaysWithinItsBound) {
       usage.peak(), offload ? bytes(3 * kBlock / 2) + 4 * kMB : bytes(kShard + kBlock) + 4 * kMB);
   EXPECT_LE(usage.now(), offload ? kMB : bytes(kShard) + 4 * kMB);
 
-  std::vector<std::unique_ptr<optim::AdamW>> optimizers;
-  if (optimizer_in_backward) {
-    for (const auto& param : unique_parameters(*net)) {
-      optimizers.push_back(std::make_unique<optim::AdamW>(std::vector{param}, 1e-2));
-      register_post_accumulate_grad_hook(
-          param, [optimizer = optimizers.back().get()](const torch::Tensor&) {
-            optimizer->step();
-            optimizer->zero_grad();
-          });
-    }
-  } else {
-    optimizers.push_back(std::make_unique<optim::AdamW>(unique_parameters(*net), 1e-2));
-  }
+  const auto optimizers = make_optimizers(*net, optimizer_in_backward);
 
   const auto tokens = random_tokens(0, {1, 4}, kMemoryArgs.vocab_size).cuda();
   const int64_t shard = offload ? 0 : kShard;

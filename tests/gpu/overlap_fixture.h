@@ -9,6 +9,15 @@
 
 namespace fsdp::test {
 
+/// A rank of a fake world of two, with a stream of its own; the clock is known.
+struct OneOfTwo {
+  OneOfTwo() {
+    gpu_sleep(0);
+  }
+  Joined joined{{.backend = "fake", .rank = 0, .world_size = 2}};
+  OwnStream own;
+};
+
 /// A layer that computes for `ms` in forward and twice as long in backward.
 struct SleepyImpl : torch::nn::Module {
   explicit SleepyImpl(double ms)

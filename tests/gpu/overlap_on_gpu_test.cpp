@@ -35,9 +35,7 @@ void prefetch(DelayedStack& stack, int ahead) {
 
 TEST_P(OverlapOnGpu, ForwardShowsTheFirstGatherOnly) {
   SKIP_WITHOUT_GPU();
-  const Joined joined({.backend = "fake", .rank = 0, .world_size = 2});
-  const OwnStream own;
-  gpu_sleep(0);
+  const OneOfTwo world;
   DelayedStack stack(kLayers, kCompute, init_device_mesh(torch::kCUDA, {2}));
   prefetch(stack, GetParam());
   const double alone = stack.forward_ms();
@@ -53,9 +51,7 @@ TEST_P(OverlapOnGpu, ForwardShowsTheFirstGatherOnly) {
 
 TEST_P(OverlapOnGpu, BackwardShowsTheFirstGatherAndTheLastReduction) {
   SKIP_WITHOUT_GPU();
-  const Joined joined({.backend = "fake", .rank = 0, .world_size = 2});
-  const OwnStream own;
-  gpu_sleep(0);
+  const OneOfTwo world;
   DelayedStack stack(kLayers, kCompute, init_device_mesh(torch::kCUDA, {2}));
   prefetch(stack, GetParam());
   const double alone = stack.backward_ms();
@@ -76,9 +72,7 @@ INSTANTIATE_TEST_SUITE_P(
 // Where communication takes longer than compute it is what is seen, once.
 TEST(OverlapTimesOnGpu, SlowCommunicationHidesCompute) {
   SKIP_WITHOUT_GPU();
-  const Joined joined({.backend = "fake", .rank = 0, .world_size = 2});
-  const OwnStream own;
-  gpu_sleep(0);
+  const OneOfTwo world;
   DelayedStack stack(kLayers, kCompute / 3, init_device_mesh(torch::kCUDA, {2}));
   const double alone = stack.forward_ms();
   stack.gather->before_ms = 2 * kComm;
@@ -103,9 +97,7 @@ TORCH_MODULE(BehindAnother);
 TEST(OverlapTimesOnGpu, APostOptimEventLetsTheFirstGatherBegin) {
   SKIP_WITHOUT_GPU();
   constexpr int kSteps = 5;
-  const Joined joined({.backend = "fake", .rank = 0, .world_size = 2});
-  const OwnStream own;
-  gpu_sleep(0);
+  const OneOfTwo world;
   BehindAnother net;
   net->to(torch::kCUDA);
   auto root = fully_shard(

@@ -72,19 +72,7 @@ TEST_P(TrainingMemory, EveryPhaseStaysWithinItsBound) {
       options.offload_policy = CPUOffloadPolicy{};
     }
     shard_transformer(net, options);
-    std::vector<std::unique_ptr<optim::AdamW>> optimizers;
-    if (optimizer_in_backward) {
-      for (const auto& param : unique_parameters(*net)) {
-        optimizers.push_back(std::make_unique<optim::AdamW>(std::vector{param}, 1e-2));
-        register_post_accumulate_grad_hook(
-            param, [optimizer = optimizers.back().get()](const torch::Tensor&) {
-              optimizer->step();
-              optimizer->zero_grad();
-            });
-      }
-    } else {
-      optimizers.push_back(std::make_unique<optim::AdamW>(unique_parameters(*net), 1e-2));
-    }
+    const auto optimizers = make_optimizers(*net, optimizer_in_backward);
 
     usage.reset_peak();
     auto loss = loss_of(net, 0);

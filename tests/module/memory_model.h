@@ -3,8 +3,11 @@
 // The model of FSDP2's memory tests, its sizes, and what is measured.
 
 #include <fsdp/memory.h>
+#include <fsdp/optim.h>
 
 #include <array>
+#include <memory>
+#include <vector>
 
 #include "support/sharded.h"
 
@@ -75,5 +78,24 @@ inline const std::array kMemoryCases{
     MemoryCase{.name = "Reshard"}, MemoryCase{.name = "Keep", .reshard = false},
     MemoryCase{.name = "Offload", .offload = true},
     MemoryCase{.name = "OptimizerInBackward", .optimizer_in_backward = true}};
+
+/// One for all parameters, or one for each that steps as soon as it has a gradient.
+inline std::vector<std::unique_ptr<optim::AdamW>> make_optimizers(
+    torch::nn::Module& net, bool in_backward) {
+  std::vector<std::unique_ptr<optim::AdamW>> optimizers;
+  if (!in_backward) {
+    optimizers.push_back(std::make_unique<optim::AdamW>(unique_parameters(net), 1e-2));
+    return optimizers;
+  }
+  for (const auto& param : unique_parameters(net)) {
+    optimizers.push_back(std::make_unique<optim::AdamW>(std::vector{param}, 1e-2));
+    register_post_accumulate_grad_hook(
+        param, [optimizer = optimizers.back().get()](const torch::Tensor&) {
+          optimizer->step();
+          optimizer->zero_grad();
+        });
+  }
+  return optimizers;
+}
 
 } // namespace fsdp::test

@@ -1,0 +1,50 @@
+#include "cli/files.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <memory>
+
+namespace fsdp::cli {
+
+bool is_file(const std::filesystem::path& path) {
+  struct stat info{};
+  return stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode);
+}
+
+std::string real_path(const std::string& path) {
+  const std::unique_ptr<char, decltype(&std::free)> real(
+      realpath(path.c_str(), nullptr), &std::free);
+  return real ? real.get() : path;
+}
+
+std::string find_in_path(const std::string& program) {
+  const char* path = std::getenv("PATH");
+  const std::string folders = path ? path : "/usr/bin:/bin";
+  for (size_t start = 0; start <= folders.size();) {
+    const auto end = std::min(folders.find(':', start), folders.size());
+    const auto candidate = folders.substr(start, end - start) + "/" + program;
+    if (is_file(candidate) && access(candidate.c_str(), X_OK) == 0) {
+      return candidate;
+    }
+    start = end + 1;
+  }
+  return "";
+}
+
+bool write_aside(const std::filesystem::path& path, const std::string& text) {
+  const auto aside = path.string() + ".new";
+  std::ofstream file(aside, std::ios::binary | std::ios::trunc);
+  file << text << std::flush;
+  if (!file) {
+    return false;
+  }
+  file.close();
+  return std::rename(aside.c_str(), path.c_str()) == 0;
+}
+
+} // namespace fsdp::cli
