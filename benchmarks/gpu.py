@@ -39,8 +39,8 @@ class Side:
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
         position = torch.arange(options.sequence, device="cuda")
-        self.tokens = (position * 7 % options.vocabulary).view(1, -1)
-        self.targets = position * 11 % options.vocabulary
+        self.tokens = (position * 7 % options.vocabulary).repeat(options.batch, 1)
+        self.targets = (position * 11 % options.vocabulary).repeat(options.batch)
 
     def forward_backward(self):
         logits = self.model(self.tokens)
@@ -82,7 +82,7 @@ class Side:
 
 def main():
     parser = argparse.ArgumentParser()
-    for name in ["dim", "layers", "heads", "vocabulary", "sequence", "world-size"]:
+    for name in ["dim", "layers", "heads", "vocabulary", "sequence", "batch", "world-size"]:
         parser.add_argument("--" + name, type=int, required=True)
     parser.add_argument("--bf16", type=int, required=True)
     parser.add_argument("--sharded", type=int, required=True)

@@ -44,6 +44,7 @@ struct Case {
   const char* name = "";
   bench::TransformerOptions model;
   int64_t sequence = 0;
+  int64_t batch = 1;
   bool bf16 = false; // parameters, and gradients are reduced in fp32
 };
 
@@ -56,6 +57,12 @@ const std::array kCases{
         .name = "compute-bound",
         .model = {.dim = 2048, .layers = 16, .heads = 16, .vocabulary = 256},
         .sequence = 2048,
+        .bf16 = true},
+    Case{
+        .name = "compute-bound, batch 4",
+        .model = {.dim = 2048, .layers = 16, .heads = 16, .vocabulary = 256},
+        .sequence = 2048,
+        .batch = 4,
         .bf16 = true}};
 
 constexpr int kWorldSize = 8;
@@ -90,8 +97,8 @@ class Side {
     params_ = net_->parameters();
     optimizer_ = std::make_unique<fsdp::optim::AdamW>(params_, 1e-5);
     const auto position = torch::arange(which.sequence, torch::kCUDA);
-    tokens_ = (position * 7).remainder(which.model.vocabulary).view({1, -1});
-    targets_ = (position * 11).remainder(which.model.vocabulary);
+    tokens_ = (position * 7).remainder(which.model.vocabulary).repeat({which.batch, 1});
+    targets_ = (position * 11).remainder(which.model.vocabulary).repeat({which.batch});
   }
 
   json hello() const {
@@ -227,6 +234,7 @@ Forms start(const Case& which, const std::string& self, const Options& options) 
       add("heads", which.model.heads);
       add("vocabulary", which.model.vocabulary);
       add("sequence", which.sequence);
+      add("batch", which.batch);
       add("world-size", kWorldSize);
       add("bf16", which.bf16 ? 1 : 0);
     }
@@ -276,9 +284,9 @@ void check(Forms& forms, const Case& which) {
         "form ", form, " ran ", found[form].dump(), " for ", groups.dump(), " groups");
   }
   printf(
-      "%s: dim %ld, %ld layers, sequence %ld, batch 1, %s; %.1f M parameters, %d groups, world "
+      "%s: dim %ld, %ld layers, sequence %ld, batch %ld, %s; %.1f M parameters, %d groups, world "
       "size %d, torch %s\n",
-      which.name, which.model.dim, which.model.layers, which.sequence,
+      which.name, which.model.dim, which.model.layers, which.sequence, which.batch,
       which.bf16 ? "bf16 parameters reduced in fp32" : "fp32",
       1e-6 * forms.hello['a']["numel"].get<double>(), groups.get<int>(), kWorldSize,
       forms.hello['d']["torch"].get<std::string>().c_str());
@@ -392,7 +400,7 @@ int run(int argc, char** argv) {
   app.add_option("--steps", options.steps, "Steps of each form in a round")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  app.add_option("--only", options.only, "host-bound or compute-bound");
+  app.add_option("--only", options.only, "host-bound, compute-bound or \"compute-bound, batch 4\"");
   app.add_option("--python", options.python, "An interpreter with torch")->capture_default_str();
   app.add_option("--serve", served)->group("");
   app.add_option("--sharded", sharded)->group("");

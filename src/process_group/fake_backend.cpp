@@ -21,6 +21,21 @@ class DoneWork : public c10d::Work {
   }
 };
 
+bool fits_wide_elements(const at::Tensor& flat) {
+  constexpr size_t kWide = 16;
+  return flat.nbytes() % kWide == 0 && flat.storage_offset() * flat.element_size() % kWide == 0 &&
+         reinterpret_cast<uintptr_t>(flat.const_data_ptr()) % kWide == 0;
+}
+
+void repeat(at::Tensor out, at::Tensor in, int64_t times) {
+  if (!in.is_cpu() && fits_wide_elements(in) && fits_wide_elements(out)) {
+    // The same bytes in the largest elements there are, which a GPU copies fastest.
+    in = in.view(at::kComplexDouble);
+    out = out.view(at::kComplexDouble);
+  }
+  out.view({times, in.numel()}).copy_(in.expand({times, in.numel()}));
+}
+
 void premultiply(at::Tensor& tensor, const ReduceOp& op) {
   if (op.kind() == ReduceOp::PremulSum) {
     tensor.mul_(op.factor());
@@ -40,7 +55,7 @@ c10::intrusive_ptr<c10d::Work> FakeBackend::issue_call(CollectiveCall call) {
         place_repeated(out, in, *call.plan);
         break;
       }
-      out.view({size, in.numel()}).copy_(in.view({1, -1}).expand({size, in.numel()}));
+      repeat(out.view(-1), in.view(-1), size);
       break;
     case CollectiveKind::ReduceScatter:
       out.view(-1).copy_(in.view({size, out.numel()}).select(0, getRank()));
