@@ -106,7 +106,7 @@ void check(const TrainConfig& config, const MeshShape& mesh) {
       mesh.data_ranks(), " ranks",
       config.accumulate > 1 ? c10::str(" in ", config.accumulate, " parts each") : "", "; ",
       config.batch < shares ? "take" : "take for example", " --batch ",
-      (config.batch + shares - 1) / shares * shares);
+      (config.batch + shares - 1) / shares * shares, ", or a number of ranks that divides it");
 }
 
 } // namespace fsdp::cli

@@ -29,25 +29,26 @@ Json number(double value) {
       c10::str(path.string(), " cannot be written: ", std::strerror(error)));
 }
 
+} // namespace
+
 /// The lines of steps up to `steps`; what a crash left half written is not one.
-std::string lines_to_keep(
-    const std::filesystem::path& path, int64_t steps, std::vector<double>& losses) {
+std::string MetricsFile::lines_to_keep(int64_t steps) {
   std::string kept;
-  std::ifstream file(path);
+  std::ifstream file(path_);
   for (std::string line; std::getline(file, line);) {
     const auto json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
     if (json.is_object() && json.value("step", int64_t{0}) >= 1 &&
         json.value("step", int64_t{0}) <= steps) {
       kept += line + "\n";
       if (json.contains("loss")) {
-        losses.push_back(json["loss"].is_number() ? json["loss"].get<double>() : std::nan(""));
+        losses_.push_back(json["loss"].is_number() ? json["loss"].get<double>() : std::nan(""));
+      } else {
+        validated_ = json["step"];
       }
     }
   }
   return kept;
 }
-
-} // namespace
 
 Json to_json(const StepRecord& record) {
   const auto& memory = record.memory;
@@ -82,8 +83,7 @@ Json to_json(const Validation& validation) {
 }
 
 MetricsFile::MetricsFile(const std::filesystem::path& path, int64_t steps) : path_(path) {
-  const auto kept = lines_to_keep(path, steps, losses_);
-  write_file(path, kept);
+  write_file(path, lines_to_keep(steps));
   file_.open(path, std::ios::app);
   check();
 }

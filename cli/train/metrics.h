@@ -50,12 +50,18 @@ class MetricsFile {
   const std::vector<double>& earlier_losses() const {
     return losses_;
   }
+  /// Whether what was kept has a validation after this step.
+  bool has_validation(int64_t step) const {
+    return validated_ == step;
+  }
 
  private:
+  std::string lines_to_keep(int64_t steps);
   void check() const;
 
   std::filesystem::path path_;
   std::vector<double> losses_;
+  int64_t validated_ = 0;
   std::ofstream file_;
 };
 

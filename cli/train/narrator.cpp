@@ -106,9 +106,11 @@ void Narrator::text(const Corpus& corpus) {
 void Narrator::resumed(const SavedRun& saved) {
   if (to_people()) {
     screen_.labelled(
-        "resumed", c10::str(
-                       saved.path.string(), ": ", plural(saved.step, "step"), " done, by ",
-                       plural(saved.ranks, "rank")));
+        "resumed", saved.has_checkpoint
+                       ? c10::str(
+                             saved.path.string(), ": ", plural(saved.step, "step"), " done, by ",
+                             plural(saved.ranks, "rank"))
+                       : saved.path.string() + ": no checkpoint yet, so it begins again");
   }
   if (to_programs()) {
     print({{"event", "resumed"}, {"checkpoint", saved.path.string()}, {"step", saved.step}});

@@ -2,11 +2,15 @@
 
 #include <torch/cuda.h>
 
+#include <algorithm>
 #include <cstdio>
+#include <fstream>
 
 #include "cli/check.h"
 #include "cli/config/option_list.h"
 #include "cli/config/presets.h"
+#include "cli/files.h"
+#include "cli/report/report.h"
 
 namespace fsdp::cli {
 
@@ -106,7 +110,9 @@ void add_file_options(CLI::App& command, TrainOptions& options) {
     return command.add_option(name, value, help)->group("Files");
   };
   add("--run", options.run, "Folder of this run [runs/<date and time>]");
-  add("--save-every", options.save_every, "Save each time after so many updates, too");
+  add("--save-every", options.save_every,
+      "Save each time after so many updates, too; 0: at the end alone [a tenth of --steps, at most "
+      "1000]");
   add("--keep", options.keep.keep, "Checkpoints that stay: the newest so many")
       ->capture_default_str();
   add("--keep-every", options.keep.keep_every, "And those of multiples of this step");
@@ -160,6 +166,25 @@ void resolve_model(TrainOptions& options) {
   take("hidden", dims.hidden, given.hidden);
 }
 
+void resolve_habits(TrainOptions& options, const std::optional<TrainOptions>& before) {
+  if (before) {
+    const auto take = [&](const char* name, auto& mine, const auto& theirs) {
+      if (!options.given.contains(name)) {
+        mine = theirs;
+      }
+    };
+    take("reshard-after-forward", options.reshard, before->reshard);
+    take("device", options.device, before->device);
+    take("save-every", options.save_every, before->save_every);
+    take("validate-every", options.validate_every, before->validate_every);
+    take("keep", options.keep.keep, before->keep.keep);
+    take("keep-every", options.keep.keep_every, before->keep.keep_every);
+  }
+  if (!options.save_every) {
+    options.save_every = std::clamp<int64_t>(options.identity.config.steps / 10, 1, 1000);
+  }
+}
+
 MeshShape resolve_mesh(
     TrainOptions& options, const std::optional<SavedRun>& saved, std::optional<int> launched) {
   auto& config = options.identity.config;
@@ -189,8 +214,8 @@ MeshShape resolve_mesh(
 }
 
 void check_together(const TrainOptions& options) {
-  check_config(
-      options.save_every >= 0, "--save-every ", options.save_every, ": it must be 0 or more");
+  const auto save_every = options.save_every.value_or(0);
+  check_config(save_every >= 0, "--save-every ", save_every, ": it must be 0 or more");
   check_config(
       options.validate_every >= 0, "--validate-every ", options.validate_every,
       ": it must be 0 or more");
@@ -240,12 +265,55 @@ nlohmann::ordered_json resolved(const TrainOptions& options) {
   }
   json["mesh"] = config.mesh.value_or(MeshShape{}).str();
   json["reshard-after-forward"] = options.reshard;
-  json["device"] = config.device;
-  json["save-every"] = options.save_every;
+  json["device"] = options.device;
+  json["save-every"] = options.save_every.value_or(0);
   json["validate-every"] = options.validate_every;
   json["keep"] = options.keep.keep;
   json["keep-every"] = options.keep.keep_every;
   return json;
+}
+
+std::optional<TrainOptions> read_resolved(const std::filesystem::path& run) {
+  const auto path = run / kConfigFile;
+  if (!is_file(path)) {
+    return std::nullopt;
+  }
+  TrainOptions options;
+  auto& config = options.identity.config;
+  try {
+    const auto json = nlohmann::ordered_json::parse(std::ifstream(path));
+    const auto take = [&](const char* name, auto& value) {
+      if (json.contains(name)) { // not those that stand for a default
+        value = json.at(name).get<std::decay_t<decltype(value)>>();
+      }
+    };
+    for_each_option([&](const char* name, auto in, bool) { take(name, in(config)); });
+    config.beta1 = json.at("betas").at(0);
+    config.beta2 = json.at("betas").at(1);
+    take("data", options.identity.data);
+    take("mesh", options.mesh);
+    take("reshard-after-forward", options.reshard);
+    take("device", options.device);
+    options.save_every = json.at("save-every").get<int64_t>();
+    take("validate-every", options.validate_every);
+    take("keep", options.keep.keep);
+    take("keep-every", options.keep.keep_every);
+  } catch (const nlohmann::json::exception& error) {
+    throw CheckpointError(
+        {__func__, __FILE__, __LINE__},
+        c10::str(path.string(), " is not what fsdp train writes there: ", error.what()));
+  }
+  return options;
+}
+
+SavedRun begun_run(const TrainOptions& before, const std::filesystem::path& run) {
+  return {
+      .path = run,
+      .has_checkpoint = false,
+      .is_latest = true,
+      .identity = before.identity,
+      .ranks = parse_mesh(before.mesh, std::nullopt).ranks(),
+      .mesh = before.mesh};
 }
 
 } // namespace fsdp::cli

@@ -28,8 +28,8 @@ struct TrainOptions {
   std::string run; // the folder; empty: runs/<date and time>
   std::string resume;
   bool no_save = false;
-  int64_t save_every = 0;     // 0: at the end alone
-  int64_t validate_every = 0; // the same
+  std::optional<int64_t> save_every; // 0: at the end alone
+  int64_t validate_every = 0;        // the same
   CheckpointSeriesOptions keep;
   std::set<std::string> given; // by the command line, or by --config
 
@@ -44,6 +44,9 @@ void add_options(CLI::App& command, TrainOptions& options);
 /// What was left open: sizes by --model, then by the checkpoint that is resumed.
 /// Throws ConfigError that names the option and the way out.
 void resolve_model(TrainOptions& options);
+/// What a run's folder says about options that no checkpoint has, where they were
+/// not given; and how often to save. `before` is what the folder has.
+void resolve_habits(TrainOptions& options, const std::optional<TrainOptions>& before);
 /// The same of ranks, mesh and what depends on them, when the number of ranks is
 /// known: from a launcher, or none.
 MeshShape resolve_mesh(
@@ -53,5 +56,9 @@ void check_together(const TrainOptions& options);
 
 /// All that was decided, by the options' names: a file for --config.
 nlohmann::ordered_json resolved(const TrainOptions& options);
+/// Read back from a run's folder; none where it has no such file. Throws CheckpointError.
+std::optional<TrainOptions> read_resolved(const std::filesystem::path& run);
+/// A run that was ended before its first checkpoint: it begins again.
+SavedRun begun_run(const TrainOptions& before, const std::filesystem::path& run);
 
 } // namespace fsdp::cli

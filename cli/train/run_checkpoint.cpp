@@ -36,6 +36,15 @@ T value_of(const StateDict& state, const std::string& key, const std::filesystem
   return *value;
 }
 
+/// Where to go on from, when this one cannot be read.
+std::string advice_instead_of(const std::filesystem::path& checkpoint) {
+  std::string other;
+  for (const auto& [step, path] : CheckpointSeries(checkpoint.parent_path() / ".").list()) {
+    other = path.filename() == checkpoint.filename() ? other : path.string();
+  }
+  return other.empty() ? "" : "; to go on from another one: --resume " + other;
+}
+
 void insert_progress(StateDict& state, const RunState& run) {
   state.insert("train.step", run.step);
   state.insert("train.first_loss", run.first_loss);
@@ -71,7 +80,6 @@ SavedRun find_saved_run(const std::string& path, const char* option /* = "--resu
       latest || is_file(saved.path / "manifest.json"), option, ": there is no complete checkpoint ",
       "in ", checkpoints_of(path).string(), ", nor is ", path, " one");
   auto& config = saved.identity.config;
-  config.model.kv_heads = config.model.hidden = 0; // early versions did not save them
   StateDict state;
   for_each_option(
       [&](const char* name, auto in, bool) { state.insert(config_key(name), in(config)); });
@@ -94,10 +102,6 @@ SavedRun find_saved_run(const std::string& path, const char* option /* = "--resu
     throw CheckpointError(
         {__func__, __FILE__, __LINE__},
         saved.path.string() + " is a checkpoint, but not one of fsdp train");
-  }
-  if (config.model.hidden == 0) {
-    config.model.kv_heads = default_kv_heads(config.model.heads);
-    config.model.hidden = default_hidden(config.model.dim);
   }
   return saved;
 }
@@ -127,8 +131,9 @@ void check_text(const RunIdentity& mine, const SavedRun& saved) {
     return run.data.empty() ? std::string("LibTorch's headers") : run.data;
   };
   check_config(
-      mine.fingerprint == saved.identity.fingerprint, "--data: the text of ", name(mine),
-      " is not the one that ", saved.path.string(), " was trained on (",
+      !saved.has_checkpoint || mine.fingerprint == saved.identity.fingerprint,
+      "--data: the text of ", name(mine), " is not the one that ", saved.path.string(),
+      " was trained on (",
       mine.data == saved.identity.data ? "it has changed since" : name(saved.identity),
       "); start another run without --resume");
 }
@@ -151,12 +156,22 @@ StateDict make_run_state_dict(Trainer& trainer, const RunState& run, const RunId
 void load_run(const SavedRun& saved, Trainer& trainer, RunState& run) {
   auto state = trainer.state_dict();
   insert_progress(state, run);
-  load(state, saved.path);
+  StateDict random;
+  random.insert_all(get_random_state(), "random.");
+  // Each rank has its own, so it fits no other number of them.
+  const bool same_ranks = saved.ranks == get_world_size();
+  try {
+    load(state, saved.path);
+    if (same_ranks) {
+      load(random, saved.path, {.strict = false}); // saved on other devices, it has others
+    }
+  } catch (const CheckpointError& error) {
+    throw CheckpointError(
+        {__func__, __FILE__, __LINE__},
+        error.what_without_backtrace() + advice_instead_of(saved.path));
+  }
   trainer.set_state_dict(state);
-  if (saved.ranks == get_world_size()) { // each rank has its own, so it fits no other number
-    StateDict random;
-    random.insert_all(get_random_state(), "random.");
-    load(random, saved.path, {.strict = false}); // saved on other devices, it has others
+  if (same_ranks) {
     set_random_state(random.below("random."));
   }
   run.step = value_of<int64_t>(state, "train.step", saved.path);

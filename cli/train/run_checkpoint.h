@@ -35,8 +35,9 @@ struct RunIdentity {
 
 /// A training checkpoint, as far as it has to be known before a model is built.
 struct SavedRun {
-  std::filesystem::path path; // of the checkpoint
-  bool is_latest = false;     // of the run's folder that was asked for
+  std::filesystem::path path; // of the checkpoint; of the run's folder where there is none yet
+  bool has_checkpoint = true;
+  bool is_latest = false; // of the run's folder that was asked for
   RunIdentity identity;
   int64_t step = 0;
   int64_t ranks = 0;

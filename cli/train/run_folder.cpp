@@ -109,13 +109,13 @@ void RunFolder::add(const StepRecord& record) {
 }
 
 void RunFolder::add(const Validation& validation) {
-  if (metrics_) {
+  if (metrics_ && !metrics_->has_validation(validation.step)) { // of a run that was done already
     metrics_->add(to_json(validation));
   }
 }
 
 void RunFolder::after_step(Trainer& trainer, const RunState& run) {
-  const auto every = options_.save_every;
+  const auto every = options_.save_every.value_or(0);
   if (series_ && every > 0 && run.step % every == 0 && run.step < options_.identity.config.steps) {
     series_->async_save(run.step, make_run_state_dict(trainer, run, options_.identity));
   }

@@ -116,7 +116,7 @@ int train_rank(
   const auto& config = options.identity.config;
   Trainer trainer(config, corpus);
   RunState run;
-  if (saved) {
+  if (saved && saved->has_checkpoint) {
     load_run(*saved, trainer, run);
   }
   const auto plan = make_plan(config, *config.mesh);
@@ -165,8 +165,9 @@ int try_train_rank(
   } catch (const NonFiniteError& error) {
     if (get_rank() == 0) {
       std::cerr << "\nfsdp: " << error.what_without_backtrace()
-                << (options.save_every > 0 ? "; checkpoints from before it are in the run's folder"
-                                           : "")
+                << (options.saves() && options.save_every.value_or(0) > 0
+                        ? "; checkpoints from before it are in the run's folder"
+                        : "")
                 << std::endl;
     }
     return kNonFinite;
@@ -189,16 +190,20 @@ int train(TrainOptions options) {
   auto& config = identity.config;
   check_together(options);
   resolve_model(options);
-  if (options.dry_run) {
-    return dry_run(options);
-  }
+  std::optional<TrainOptions> before;
   std::optional<SavedRun> saved;
   if (!options.resume.empty()) {
-    saved = find_saved_run(options.resume);
+    before = read_resolved(options.resume);
+    const bool begun = before && CheckpointSeries(checkpoints_of(options.resume)).list().empty();
+    saved = begun ? begun_run(*before, options.resume) : find_saved_run(options.resume);
     adopt_options(identity, *saved, options.given);
     if (saved->is_latest && options.run.empty()) {
       options.run = options.resume;
     }
+  }
+  resolve_habits(options, before);
+  if (options.dry_run) {
+    return dry_run(options);
   }
   const bool launched = is_launched();
   if (launched) { // how many ranks is known only after all have met

@@ -97,12 +97,73 @@ TEST(TrainResume, AfterKill9) {
   }
 }
 
+// Without any option for it: before the first checkpoint, and between two.
+TEST(TrainResume, AfterKill9AtAnyMoment) {
+  const auto folder = temporary_folder();
+  const auto words = joined(tiny(text_file(), {"--steps", "60", "--ranks", "2"}));
+  const auto whole = run_script(kTool + words);
+  ASSERT_EQ(whole.exit_code, 0) << whole.output;
+  for (const std::string steps : {"0", "1", "7", "33"}) {
+    const auto run_folder = folder + "/" + steps;
+    const auto killed = run_script(
+        kTool + words + " --run " + run_folder +
+        " > /dev/null & for i in {1..3000}; do [ \"$(cat " + run_folder +
+        "/metrics.jsonl 2> /dev/null | wc -l)\" -ge " + steps + " -a -e " + run_folder +
+        "/metrics.jsonl ] && break; sleep 0.01; done; kill -9 $!; wait $!");
+    EXPECT_EQ(killed.exit_code, 137) << killed.output;
+    const auto rest = run({"train", "--resume", run_folder});
+    EXPECT_EQ(rest.exit_code, 0) << rest.output;
+    EXPECT_EQ(result_in(rest.output), result_in(whole.output)) << rest.output;
+    EXPECT_EQ(contains(rest.output, ": no checkpoint yet, so it begins again\n"), steps < "2");
+    EXPECT_EQ(run_script("grep -c grad_norm " + run_folder + "/metrics.jsonl").output, "60\n");
+  }
+}
+
+TEST(TrainResume, KeepsWhatTheRunWasToldForItsFolder) {
+  const auto run_folder = temporary_folder() + "/run";
+  const auto first = run(short_run(
+      text_file(), {"--run", run_folder, "--save-every", "5", "--keep", "2", "--keep-every", "10",
+                    "--validate-every", "4", "--reshard-after-forward", "false", "--quiet"}));
+  ASSERT_EQ(first.exit_code, 0) << first.output;
+  const auto config = file_text(run_folder + "/config.json");
+  ASSERT_EQ(run({"train", "--resume", run_folder, "--quiet"}).exit_code, 0);
+  EXPECT_EQ(file_text(run_folder + "/config.json"), config);
+  const auto longer = run({"train", "--resume", run_folder, "--steps", "36", "--keep", "3"});
+  ASSERT_EQ(longer.exit_code, 0) << longer.output;
+  EXPECT_EQ(
+      listing(run_folder + "/checkpoints"),
+      "latest step_00000010 step_00000020 step_00000030 step_00000035 step_00000036");
+  EXPECT_TRUE(contains(longer.output, "after step 32\n"));
+  EXPECT_TRUE(contains(file_text(run_folder + "/config.json"), "\"keep\": 3"));
+}
+
+TEST(TrainResume, NamesAnotherCheckpointWhereTheNewestIsDamaged) {
+  const auto run_folder = temporary_folder() + "/run";
+  ASSERT_EQ(
+      run(short_run(text_file(), {"--run", run_folder, "--save-every", "10", "--quiet"})).exit_code,
+      0);
+  const auto file = step_folder(run_folder, "20") + "/rank_00001.safetensors";
+  auto bytes = file_text(file);
+  bytes[bytes.size() - 100] ^= 4;
+  std::ofstream(file, std::ios::binary) << bytes;
+  const auto damaged = run({"train", "--resume", run_folder});
+  EXPECT_EQ(damaged.exit_code, 4) << damaged.output;
+  EXPECT_TRUE(contains(damaged.output, "rank_00001.safetensors"));
+  const auto advice = "to go on from another one: --resume " + step_folder(run_folder, "10");
+  EXPECT_TRUE(contains(damaged.output, advice));
+  const auto rest = run({"train", "--resume", step_folder(run_folder, "10"), "--no-save"});
+  EXPECT_EQ(rest.exit_code, 0) << rest.output;
+}
+
 TEST(TrainResume, AFinishedRunShowsItsResultAgainAndMayGoOn) {
   const auto run_folder = temporary_folder() + "/run";
-  const auto whole = run(short_run(text_file(), {"--run", run_folder, "--quiet"}));
+  const auto whole =
+      run(short_run(text_file(), {"--run", run_folder, "--save-every", "0", "--quiet"}));
   EXPECT_EQ(listing(run_folder + "/checkpoints"), "latest step_00000020");
+  const auto metrics = file_text(run_folder + "/metrics.jsonl");
   const auto again = run({"train", "--resume", run_folder, "--quiet"});
   EXPECT_EQ(result_in(again.output), result_in(whole.output));
+  EXPECT_EQ(file_text(run_folder + "/metrics.jsonl"), metrics);
   const auto longer = run({"train", "--resume", run_folder, "--steps", "24"});
   EXPECT_EQ(losses_in(longer.output).size(), 4u) << longer.output;
   EXPECT_EQ(listing(run_folder + "/checkpoints"), "latest step_00000020 step_00000024");
