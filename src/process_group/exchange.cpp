@@ -28,7 +28,7 @@ std::function<bool(int rank)> watch_ranks() {
   if (!liveness) {
     return {};
   }
-  return [liveness](int rank) { return !liveness->answers(rank); };
+  return [liveness](int rank) { return liveness->is_gone(rank); };
 }
 
 std::vector<std::string> gather_texts(const std::string& mine) {
