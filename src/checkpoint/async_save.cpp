@@ -8,11 +8,13 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <unordered_set>
 #include <vector>
 
 #include "base/check.h"
 #include "checkpoint/writer.h"
 #include "process_group/rank_context.h"
+#include "runtime/stream.h"
 
 namespace fsdp::detail {
 
@@ -124,21 +126,26 @@ class Background {
       use_huge_pages(memory_.mutable_data_ptr(), static_cast<size_t>(total));
     }
     int64_t offset = 0;
+    std::unordered_set<at::Device> devices;
     for (auto& part : parts) {
       const auto bytes = static_cast<int64_t>(part.data.nbytes());
       auto copy =
           memory_.narrow(0, offset, bytes).view(part.data.scalar_type()).view(part.data.sizes());
-      // Not the bytes of one that stands for others: a conjugate, or a negative.
-      const bool plain = part.data.is_contiguous() && !part.data.is_conj() && !part.data.is_neg();
-      if (part.data.is_cpu() && plain) {
+      // Their bytes, where they stand for others: conjugates and negatives.
+      const auto data = part.data.resolve_conj().resolve_neg();
+      if (data.is_cpu() && data.is_contiguous()) {
         copy_past_caches(
             static_cast<char*>(copy.mutable_data_ptr()),
-            static_cast<const char*>(part.data.const_data_ptr()), part.data.nbytes());
+            static_cast<const char*>(data.const_data_ptr()), data.nbytes());
       } else {
-        copy.copy_(part.data);
+        copy.copy_(data, /*non_blocking=*/true);
+        devices.insert(data.device());
       }
       part.data = std::move(copy);
       offset += aligned(bytes);
+    }
+    for (const auto device : devices) { // once, not for each tensor
+      StreamEvent::of(optional_current_stream(device)).synchronize();
     }
   }
 
