@@ -57,7 +57,8 @@ FSDP_API std::future<void> async_save(
 /// with conversion to their dtypes, and replaces its other values. Each rank reads
 /// the bytes that it needs. From what save or save_hf wrote, and from any folder of
 /// safetensors files or a single one. Nothing is changed on any rank before all
-/// of them have read and checked everything. Collective over the world.
+/// of them have read and checked everything; where a file is changed or cannot be read
+/// after that, the error says that the tensors are partly loaded. Collective over the world.
 FSDP_API void load(
     StateDict& state, const std::filesystem::path& path, const LoadOptions& options = {});
 

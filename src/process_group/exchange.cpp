@@ -28,7 +28,7 @@ std::function<bool(int rank)> watch_ranks() {
   if (!liveness) {
     return {};
   }
-  return [liveness](int rank) { return !liveness->answers(rank); };
+  return [liveness](int rank) { return liveness->is_gone(rank); };
 }
 
 std::vector<std::string> gather_texts(const std::string& mine) {
@@ -38,26 +38,44 @@ std::vector<std::string> gather_texts(const std::string& mine) {
   }
   const auto group = default_group();
   const auto device = world_device();
-  const auto gather = [&](const at::Tensor& part) { // on the CPU
+  // The first `bytes` of every rank's message, which is the length and the text.
+  const auto gather = [&](std::string message, size_t bytes) {
+    message.resize(bytes);
+    const auto size = static_cast<int64_t>(bytes);
+    // The CPU is named because of MetaInit.
+    auto part = at::empty({size}, at::device(at::kCPU).dtype(at::kByte));
+    std::memcpy(part.mutable_data_ptr<uint8_t>(), message.data(), bytes);
     const auto input = part.to(device);
-    auto all = at::empty({world.size, part.numel()}, input.options());
+    auto all = at::empty({world.size, size}, input.options());
     group.all_gather(all, input);
-    return all.cpu();
+    all = all.cpu();
+    std::vector<std::string> messages;
+    for (int64_t rank = 0; rank < world.size; ++rank) {
+      const auto* begin = all.const_data_ptr<uint8_t>() + rank * size;
+      messages.emplace_back(begin, begin + size);
+    }
+    return messages;
   };
-  // The CPU is named because of MetaInit.
-  const auto length = static_cast<int64_t>(mine.size());
-  const auto lengths = gather(at::full({1}, length, at::device(at::kCPU).dtype(at::kLong)));
-  const auto longest = std::max<int64_t>(lengths.max().item<int64_t>(), 1);
-  auto padded = at::zeros({longest}, at::device(at::kCPU).dtype(at::kByte));
-  std::memcpy(padded.mutable_data_ptr<uint8_t>(), mine.data(), mine.size());
-  const auto all = gather(padded);
-  std::vector<std::string> texts;
-  for (int64_t rank = 0; rank < world.size; ++rank) {
-    texts.emplace_back(
-        reinterpret_cast<const char*>(all.const_data_ptr<uint8_t>()) + rank * longest,
-        static_cast<size_t>(lengths[rank].item<int64_t>()));
+  const auto end_of = [](const std::string& message) {
+    uint64_t length = 0;
+    std::memcpy(&length, message.data(), sizeof(length));
+    return sizeof(length) + length;
+  };
+  const uint64_t length = mine.size();
+  const auto message = std::string(reinterpret_cast<const char*>(&length), sizeof(length)) + mine;
+  constexpr size_t kShort = 512; // most are: no second collective
+  auto all = gather(message, kShort);
+  size_t longest = kShort;
+  for (const auto& theirs : all) {
+    longest = std::max(longest, end_of(theirs));
   }
-  return texts;
+  if (longest > kShort) {
+    all = gather(message, longest);
+  }
+  for (auto& theirs : all) {
+    theirs = theirs.substr(sizeof(length), end_of(theirs) - sizeof(length));
+  }
+  return all;
 }
 
 } // namespace fsdp::detail

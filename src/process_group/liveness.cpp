@@ -8,11 +8,16 @@ namespace {
 
 constexpr auto kPatience = std::chrono::milliseconds(500);
 
-Fd connect_to_peer(const std::string& endpoint) {
-  const auto parts = split(endpoint, ' ');
-  const auto port = static_cast<uint16_t>(parse_int(parts.at(1), "a peer's port"));
-  return connect_to(parts.at(0), port, kPatience);
-}
+struct Address {
+  explicit Address(const std::string& endpoint) {
+    const auto parts = split(endpoint, ' ');
+    host = parts.at(0);
+    port = static_cast<uint16_t>(parse_int(parts.at(1), "a peer's port"));
+  }
+
+  std::string host;
+  uint16_t port = 0;
+};
 
 } // namespace
 
@@ -26,21 +31,35 @@ std::string Liveness::endpoint() const {
 void Liveness::set_peers(std::vector<std::string> endpoints) {
   endpoints_ = std::move(endpoints);
   connections_.resize(endpoints_.size());
+  std::vector<Fd> begun; // not kept: who is asked later has to answer then
+  for (const auto& endpoint : endpoints_) {
+    const Address peer(endpoint);
+    begun.push_back(begin_connect(peer.host, peer.port));
+  }
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  for (const auto& connection : begun) {
+    answered_.push_back(is_made(connection, deadline));
+  }
 }
 
-bool Liveness::answers(int rank) {
-  const std::lock_guard lock(mutex_);
-  auto& connection = connections_.at(static_cast<size_t>(rank));
-  if (!is_connected(connection)) {
-    connection = connect_to_peer(endpoints_.at(static_cast<size_t>(rank)));
+bool Liveness::is_gone(int rank) {
+  const auto index = static_cast<size_t>(rank);
+  if (!answered_.at(index)) {
+    return false;
   }
-  return connection.get() >= 0;
+  const std::lock_guard lock(mutex_);
+  auto& connection = connections_.at(index);
+  if (!is_connected(connection)) {
+    const Address peer(endpoints_[index]);
+    connection = connect_to(peer.host, peer.port, kPatience);
+  }
+  return connection.get() < 0;
 }
 
 std::vector<int> Liveness::gone() {
   std::vector<int> ranks;
   for (int rank = 0; rank < static_cast<int>(endpoints_.size()); ++rank) {
-    if (!answers(rank)) {
+    if (is_gone(rank)) {
       ranks.push_back(rank);
     }
   }

@@ -9,6 +9,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <memory>
@@ -56,6 +57,12 @@ uint16_t bound_port(int fd) {
   return ntohs(
       address.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6&>(address).sin6_port
                                     : reinterpret_cast<sockaddr_in&>(address).sin_port);
+}
+
+Fd begin_connect(const addrinfo& to) {
+  Fd fd(socket(to.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  const bool begun = connect(fd.get(), to.ai_addr, to.ai_addrlen) == 0 || errno == EINPROGRESS;
+  return begun ? std::move(fd) : Fd();
 }
 
 } // namespace
@@ -144,19 +151,27 @@ std::string address_for_peers(const std::string& peer) {
 Fd connect_to(const std::string& host, uint16_t port, std::chrono::milliseconds timeout) {
   const auto list = resolve(host, port, 0);
   for (const auto* item = list.get(); item; item = item->ai_next) {
-    Fd fd(socket(item->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-    if (connect(fd.get(), item->ai_addr, item->ai_addrlen) == 0) {
-      return fd;
-    }
-    pollfd waiting{.fd = fd.get(), .events = POLLOUT, .revents = 0};
-    int error = 0;
-    socklen_t length = sizeof(error);
-    if (errno == EINPROGRESS && poll(&waiting, 1, static_cast<int>(timeout.count())) > 0 &&
-        getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length) == 0 && error == 0) {
+    auto fd = begin_connect(*item);
+    if (is_made(fd, std::chrono::steady_clock::now() + timeout)) {
       return fd;
     }
   }
   return Fd();
+}
+
+Fd begin_connect(const std::string& address, uint16_t port) {
+  return begin_connect(*resolve(address, port, AI_NUMERICHOST));
+}
+
+bool is_made(const Fd& connection, std::chrono::steady_clock::time_point deadline) {
+  using std::chrono::milliseconds;
+  const auto left = std::chrono::ceil<milliseconds>(deadline - std::chrono::steady_clock::now());
+  const auto patience = static_cast<int>(std::max(left, milliseconds(0)).count());
+  pollfd waiting{.fd = connection.get(), .events = POLLOUT, .revents = 0};
+  int error = 0;
+  socklen_t length = sizeof(error);
+  return connection.get() >= 0 && poll(&waiting, 1, patience) > 0 &&
+         getsockopt(connection.get(), SOL_SOCKET, SO_ERROR, &error, &length) == 0 && error == 0;
 }
 
 bool is_connected(const Fd& connection) {

@@ -44,6 +44,10 @@ std::string address_for_peers(const std::string& peer);
 
 /// A connection to who listens at an address of `host`, or -1: at once when refused.
 Fd connect_to(const std::string& host, uint16_t port, std::chrono::milliseconds timeout);
+/// In two steps, for many at once and numeric addresses: one that may not be made yet, or
+/// -1; and whether it is, by a deadline.
+Fd begin_connect(const std::string& address, uint16_t port);
+bool is_made(const Fd& connection, std::chrono::steady_clock::time_point deadline);
 /// Whether it is still there; for one on which nobody sends.
 bool is_connected(const Fd& connection);
 

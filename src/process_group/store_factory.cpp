@@ -29,7 +29,8 @@ std::string StoreFactory::diagnose() {
     gone = met_.liveness->gone();
   }
   if (gone.empty()) {
-    return "every rank is alive, so one of them is late or failed in another way";
+    return "every rank is alive, as far as can be told: one of them is late or failed in another "
+           "way";
   }
   const auto diagnosis = "rank " + join(gone) + (gone.size() == 1 ? " is gone" : " are gone");
   // Ranks that give up are soon gone as well: what the first one saw counts.

@@ -8,10 +8,13 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <random>
 #include <thread>
 
 #include "base/check.h"
 #include "checkpoint/checkpoints.h"
+#include "checkpoint/safetensors.h"
+#include "process_group/observer.h"
 
 namespace fsdp {
 namespace {
@@ -27,6 +30,7 @@ std::string saved_checkpoint() {
 TEST(BrokenCheckpoint, FlippedBitsAreFoundWhereverTheyAre) {
   const auto path = saved_checkpoint();
   const auto catalog = detail::open_catalog(path);
+  std::mt19937 random(1);
   for (const auto& tensor : catalog.tensors) {
     for (const auto& piece : tensor.pieces) {
       if (piece.box.numel() == 0) {
@@ -34,13 +38,19 @@ TEST(BrokenCheckpoint, FlippedBitsAreFoundWhereverTheyAre) {
       }
       const auto file = path + "/" + piece.file;
       const auto good = file_text(file);
-      auto bad = good;
-      bad[static_cast<size_t>(piece.offset)] ^= 1;
-      set_file_text(file, bad);
-      const auto message = load_error(path);
-      EXPECT_TRUE(contains(message, piece.file));
-      EXPECT_TRUE(contains(message, "'" + tensor.name + "'"));
-      EXPECT_TRUE(contains(message, "checksum"));
+      const auto bytes = static_cast<size_t>(*detail::tensor_bytes(piece.box.sizes, tensor.dtype));
+      for (const size_t byte : {size_t{0}, random() % bytes, bytes - 1}) {
+        const auto bit = random() % 8;
+        SCOPED_TRACE(c10::str(tensor.name, " in ", piece.file, ", byte ", byte, ", bit ", bit));
+        auto bad = good;
+        auto& flipped = bad[static_cast<size_t>(piece.offset) + byte];
+        flipped = static_cast<char>(flipped ^ (1 << bit));
+        set_file_text(file, bad);
+        const auto message = load_error(path);
+        EXPECT_TRUE(contains(message, piece.file));
+        EXPECT_TRUE(contains(message, "'" + tensor.name + "'"));
+        EXPECT_TRUE(contains(message, "checksum"));
+      }
       set_file_text(file, good);
     }
   }
@@ -167,6 +177,59 @@ TEST(BrokenCheckpoint, MissingKeyAndWrongShape) {
     terms.insert("plain", DTensor::from_local(zeros, world_mesh(), {Partial{}}));
     EXPECT_TRUE(
         contains(message_of<CheckpointError>([&] { load(terms, path); }), "terms of a sum"));
+  });
+}
+
+/// Does something once, at the thread's second collective of a load: all ranks have checked
+/// everything then, and none has changed anything.
+class WhenAllHaveChecked : public detail::CollectiveObserver {
+ public:
+  explicit WhenAllHaveChecked(std::function<void()> step) : step_(std::move(step)) {}
+
+  void on_collective(const detail::ObservedCollective&) override {
+    if (++number_ == 2) {
+      step_();
+    }
+  }
+
+ private:
+  std::function<void()> step_;
+  int number_ = 0;
+};
+
+/// Too late to change nothing: all ranks are told what is left.
+TEST(BrokenCheckpoint, AFileThatChangesAfterTheChecks) {
+  const auto path = temporary_folder() + "/checkpoint";
+  const auto file = path + "/rank_00001.safetensors"; // which only rank 1 reads
+  const auto state_of = [](double number) {
+    StateDict state;
+    for (const auto* key : {"a", "b"}) {
+      state.insert(key, distribute_tensor(torch::full({2, 3}, number), world_mesh(), {Shard{0}}));
+    }
+    return state;
+  };
+  run_ranks(2, [&](int) { save(state_of(5), path); });
+  run_ranks(2, [&](int rank) {
+    auto state = state_of(-1);
+    std::string message;
+    {
+      const WhenAllHaveChecked change([&] {
+        if (rank == 1) {
+          set_file_text(file, file_text(file) + "more");
+        }
+      });
+      message = message_of<CheckpointError>([&] { load(state, path); });
+    }
+    EXPECT_TRUE(contains(message, "partly loaded"));
+    EXPECT_TRUE(contains(message, "rank 1: " + file + ", tensor 'a': was changed"));
+    for (const auto& [key, value] : state) {
+      const auto local = std::get<DTensor>(value).to_local();
+      EXPECT_SAME(local, torch::full_like(local, rank == 0 ? 5 : -1)) << key;
+    }
+    load(state, path); // which helps
+    for (const auto& [key, value] : state) {
+      EXPECT_SAME(whole(value), torch::full({2, 3}, 5.0)) << key;
+    }
   });
 }
 

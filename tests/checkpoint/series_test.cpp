@@ -36,6 +36,29 @@ TEST(AsyncSave, HoldsTheValuesOfTheCall) {
   });
 }
 
+/// They are copied by lines of the cache, from several places at once.
+TEST(AsyncSave, BytesOfAnyNumberFromAnywhere) {
+  const auto path = temporary_folder() + "/checkpoint";
+  const auto bytes = torch::arange(70'000).remainder(251).to(torch::kByte);
+  const auto parts = [&](const torch::Tensor& from) {
+    StateDict state;
+    for (const int64_t size : {0, 1, 63, 255, 256, 257, 511, 512, 1025, 4096, 65'535, 69'000}) {
+      state.insert(std::to_string(size), from.narrow(0, size % 64 + 1, size));
+    }
+    return state;
+  };
+  const auto source = bytes.clone();
+  auto future = async_save(parts(source), path);
+  source.zero_();
+  future.get();
+  for (const auto& [key, expected] : parts(bytes)) {
+    StateDict read; // one at a time: the parts share memory
+    read.insert(key, torch::zeros_like(std::get<at::Tensor>(expected)));
+    load(read, path);
+    EXPECT_SAME(std::get<at::Tensor>(read.at(key)), std::get<at::Tensor>(expected)) << key;
+  }
+}
+
 TEST(AsyncSave, ConjugatesAndNegativesAreWhatTheyStandFor) {
   const auto path = temporary_folder() + "/checkpoint";
   const auto x = torch::complex(torch::arange(4.0), torch::ones(4));

@@ -70,6 +70,45 @@ TEST(StateOnGpu, TrainingGoesOnFromACheckpointOnAnyNumberOfRanks) {
   }
 }
 
+/// The copies are queued, and waited for together.
+TEST(StateOnGpu, AsyncSaveHoldsTheValuesOfTheCall) {
+  SKIP_WITHOUT_GPU();
+  const auto path = temporary_folder() + "/checkpoint";
+  const auto numbers = torch::arange(1 << 20, torch::kFloat).view({1024, 1024});
+  const auto parts = [](const torch::Tensor& from) {
+    const auto pairs = torch::view_as_complex(from.view({-1, 2}));
+    StateDict state;
+    state.insert("plain", from);
+    state.insert("transposed", from.t());
+    state.insert("part", from.narrow(1, 3, 5));
+    state.insert("conjugate", pairs.conj());
+    state.insert("negative", torch::imag(pairs.conj()));
+    state.insert("on_host", torch::ones({300}));
+    return state;
+  };
+  auto live = numbers.cuda();
+  for (const int64_t add : {0, 7}) { // the second one finds memory
+    live.add_(add);
+    auto future = async_save(parts(live), path);
+    live.zero_();
+    future.get();
+    live.copy_(numbers);
+    const auto expected = parts(numbers + add);
+    StateDict read;
+    for (const auto& [key, value] : expected) {
+      const auto& tensor = std::get<torch::Tensor>(value);
+      read.insert(key, torch::zeros(tensor.sizes(), tensor.options()));
+    }
+    load(read, path);
+    for (const auto& [key, value] : expected) {
+      const auto& tensor = std::get<torch::Tensor>(value);
+      EXPECT_SAME(
+          std::get<torch::Tensor>(read.at(key)), tensor.resolve_conj().resolve_neg().contiguous())
+          << key;
+    }
+  }
+}
+
 TEST(StateOnGpu, FullOnesAreOnTheHostWhenAsked) {
   SKIP_WITHOUT_GPU();
   run_ranks(2, [](int rank) {

@@ -3,6 +3,7 @@
 
 #include <fsdp/distributed.h>
 
+#include "process_group/exchange.h"
 #include "support/collective_checks.h"
 
 namespace fsdp {
@@ -185,6 +186,27 @@ TEST(Collectives, NeedPeersToArriveButNotToWait) {
     (rank == 0 ? on_b : on_a).wait();
     EXPECT_SAME(x, torch::full({3}, 3.0));
     EXPECT_SAME(y, torch::full({3}, 21.0));
+  });
+}
+
+/// Short ones take one collective, others a second.
+TEST(Collectives, TextsOfAnyLength) {
+  const auto text_of = [](int rank, size_t length) {
+    return std::string(length, static_cast<char>('a' + rank));
+  };
+  run_ranks(3, [&](int rank) {
+    for (const size_t most : {0, 1, 503, 504, 505, 512, 100'000}) {
+      for (const int longest : {0, 2}) {
+        const auto length = [&](int r) { return r == longest ? most : most / 2; };
+        const auto texts = detail::gather_texts(text_of(rank, length(rank)));
+        ASSERT_EQ(texts.size(), 3);
+        for (int r = 0; r < 3; ++r) {
+          EXPECT_EQ(texts[static_cast<size_t>(r)], text_of(r, length(r))) << most;
+        }
+      }
+    }
+    const std::string zeros("a\0b\0", 4);
+    EXPECT_EQ(detail::gather_texts(zeros), std::vector<std::string>(3, zeros));
   });
 }
 
