@@ -17,7 +17,7 @@ std::string traffic_text(const Plan& plan) {
   std::string text;
   for (const auto& kind : plan.traffic) {
     text += (text.empty() ? "" : ", ") + plural(kind.count, kind.op) + " of " +
-            binary_size(kind.bytes) + " in all";
+            binary_size(kind.bytes) + " in all" + (kind.axis == "tp" ? " for tp" : "");
   }
   return text.empty() ? "nothing to send" : text;
 }
@@ -25,7 +25,8 @@ std::string traffic_text(const Plan& plan) {
 Json traffic_json(const Plan& plan) {
   auto json = Json::array();
   for (const auto& kind : plan.traffic) {
-    json.push_back({{"op", kind.op}, {"count", kind.count}, {"bytes", kind.bytes}});
+    json.push_back(
+        {{"op", kind.op}, {"axis", kind.axis}, {"count", kind.count}, {"bytes", kind.bytes}});
   }
   return json;
 }

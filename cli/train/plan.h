@@ -22,6 +22,7 @@ struct GroupPlan {
 /// Collectives of one kind in one step, as each rank makes them.
 struct TrafficPlan {
   std::string op;
+  std::string axis; // of the mesh, as --mesh calls it
   int64_t count = 0;
   int64_t bytes = 0; // of the larger buffers
 };

@@ -307,38 +307,80 @@ TEST(Trainer, LearnsInLowPrecision) {
   }
 }
 
+/// How many, and their bytes in all.
+using Traffic = std::map<std::string, std::pair<int64_t, int64_t>>;
+
+/// What the step of a rank sends, but for the loss and the norms.
+Traffic traffic_of(Trainer& trainer) {
+  CommDebugMode comm;
+  trainer.step(0);
+  Traffic seen;
+  for (const auto& call : comm.calls()) {
+    const bool is_small = call.op == "all_reduce" && call.bytes <= 256;
+    if (!is_small) {
+      ++seen[call.op].first;
+      seen[call.op].second += call.bytes;
+    }
+  }
+  return seen;
+}
+
+Traffic traffic_of(const Plan& plan) {
+  Traffic planned;
+  for (const auto& kind : plan.traffic) {
+    auto op = kind.op;
+    std::replace(op.begin(), op.end(), '-', '_');
+    planned[op].first += kind.count;
+    planned[op].second += kind.bytes;
+  }
+  return planned;
+}
+
+void expect_planned(const TrainConfig& config, const std::string& what) {
+  const Corpus corpus(sample_text());
+  const auto& mesh = *config.mesh;
+  const auto plan = make_plan(config, mesh);
+  run_ranks(static_cast<int>(mesh.ranks()), [&](int rank) {
+    Trainer trainer(config, corpus);
+    EXPECT_EQ(trainer.num_params(), plan.num_params);
+    if (rank == 0) { // the last ranks may have less
+      EXPECT_EQ(trainer.shard_bytes(), plan.shard_bytes);
+    }
+    EXPECT_EQ(traffic_of(trainer), traffic_of(plan)) << what << " on " << mesh.str();
+  });
+}
+
 TEST(Trainer, DoesWhatThePlanSays) {
   auto config = tiny_config();
   config.model.dim = 24; // padding, over four ranks of shards
   config.model.hidden = 30;
-  const Corpus corpus(sample_text());
   for (const auto& mesh : {MeshShape{.shard = 4}, MeshShape{.replicate = 2, .shard = 2}}) {
     config.mesh = mesh;
-    const auto plan = make_plan(config, mesh);
-    run_ranks(4, [&](int rank) {
-      Trainer trainer(config, corpus);
-      EXPECT_EQ(trainer.num_params(), plan.num_params);
-      if (rank == 0) { // the last ranks may have less
-        EXPECT_EQ(trainer.shard_bytes(), plan.shard_bytes);
-      }
-      CommDebugMode comm;
-      trainer.step(0);
-      std::map<std::string, std::pair<int64_t, int64_t>> seen;
-      for (const auto& call : comm.calls()) {
-        const bool is_small = call.op == "all_reduce" && call.bytes <= 256; // loss and norms
-        if (!is_small) {
-          ++seen[call.op].first;
-          seen[call.op].second += call.bytes;
-        }
-      }
-      for (const auto& kind : plan.traffic) {
-        auto op = kind.op;
-        std::replace(op.begin(), op.end(), '-', '_');
-        EXPECT_EQ(seen[op], std::pair(kind.count, kind.bytes)) << op << " of " << mesh.str();
-      }
-      EXPECT_EQ(seen.size(), plan.traffic.size());
-    });
+    expect_planned(config, "plain");
   }
+}
+
+TEST(Trainer, DoesWhatThePlanSaysOfTensorParallelism) {
+  auto config = tiny_config();
+  config.context = 64; // so that even the smallest is no small one
+  for (const auto& mesh :
+       {MeshShape{.shard = 2, .tensor = 2}, MeshShape{.replicate = 2, .shard = 2, .tensor = 2}}) {
+    config.mesh = mesh;
+    expect_planned(config, "plain");
+  }
+  config.mesh = MeshShape{.shard = 2, .tensor = 2};
+  auto other = config;
+  other.model.tied = true;
+  expect_planned(other, "tied");
+  other = config;
+  other.accumulate = 2;
+  expect_planned(other, "accumulating");
+  other = config;
+  other.activation_checkpointing = true;
+  expect_planned(other, "checkpointing");
+  other = config;
+  other.param_dtype = "bf16";
+  expect_planned(other, "bf16");
 }
 
 TEST(Trainer, NamesTheFirstParameterThatIsNotFinite) {
