@@ -1,7 +1,9 @@
 // Options of `fsdp train`: files of them, what is written down, how a run is ended.
+#include <fsdp/error.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -76,6 +78,79 @@ TEST(ConfigFile, RefusesWhatItDoesNotKnow) {
   const auto broken = run({"train", "--config", file_with("a.json", "{\"steps\": ")});
   EXPECT_EQ(broken.exit_code, 2);
   EXPECT_TRUE(contains(broken.output, "a.json is not JSON: "));
+}
+
+TEST(ConfigFile, AnEmptyValueTakesNoOtherOption) {
+  const Words expected{"--run", "", "--steps=3"};
+  EXPECT_EQ(cli::config_words(file_with("a.json", R"({"run": "", "steps": 3})")), expected);
+  EXPECT_EQ(cli::config_words(file_with("a.toml", "run = \"\"\nsteps = 3\n")), expected);
+  EXPECT_EQ(cli::expand_config({"--run=", "--steps", "3"}), (Words{"--run", "", "--steps", "3"}));
+  const auto file = file_with("a.json", R"({"data": "", "steps": 3, "seed": 8})");
+  const auto ended = run({"train", "--config", file, "--dry-run"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(contains(ended.output, "run       3 steps of "));
+  EXPECT_TRUE(contains(ended.output, ", seed 8\n"));
+}
+
+TEST(ConfigFile, RefusesWhatIsNoFileOfOptions) {
+  const auto refusal = [](const std::string& path) {
+    return message_of<ConfigError>([&] { cli::config_words(path); });
+  };
+  EXPECT_TRUE(contains(refusal(temporary_folder()), " is a folder, not a file"));
+  EXPECT_TRUE(
+      contains(refusal(file_with("a.json", "[\"steps\", 3]")), " is JSON, but not an object"));
+  EXPECT_TRUE(contains(refusal(file_with("a.json", "3")), " is JSON, but not an object"));
+  EXPECT_TRUE(contains(refusal(file_with("a.json", R"({"config": ""})")), "names a file itself"));
+  EXPECT_EQ(cli::config_words(file_with("a.toml", "[model]\ndim = 64\n")), Words{"--dim=64"});
+}
+
+TEST(ConfigFile, WhatContradictsTheCommandLineIsLeftOut) {
+  const auto json =
+      file_with("a.json", R"({"mesh": "dp=2,shard=4", "quiet": true, "no-save": true, "dim": 64})");
+  const auto toml =
+      file_with("a.toml", "quiet = true\nno-save = true\ndim = 64\n[mesh]\ndp = 2\nshard = 4\n");
+  for (const auto& file : {json, toml}) {
+    const auto with = [&](Words words) {
+      words.insert(words.begin(), {"--config", file});
+      auto result = cli::expand_config(words);
+      std::sort(result.begin(), result.end());
+      return result;
+    };
+    EXPECT_EQ(
+        with({"--ranks=6"}),
+        (Words{"--dim=64", "--mesh=dp=2", "--no-save=true", "--quiet=true", "--ranks=6"}));
+    EXPECT_EQ(
+        with({"--json", "--run=x"}),
+        (Words{"--dim=64", "--json", "--mesh=dp=2,shard=4", "--run=x"}));
+    EXPECT_EQ(
+        with({"--json=false", "--model=small"}),
+        (Words{
+            "--json=false", "--mesh=dp=2,shard=4", "--model=small", "--no-save=true",
+            "--quiet=true"}));
+  }
+  EXPECT_EQ(
+      cli::expand_config({"--config", file_with("a.json", R"({"ranks": 2})"), "--mesh=shard=3"}),
+      Words{"--mesh=shard=3"});
+}
+
+TEST(ConfigFile, ThatOfARunTrainsOnAnotherNumberOfRanks) {
+  const auto run_folder = temporary_folder() + "/run";
+  const auto first = run(
+      tiny_options(text_file(), {"--steps", "2", "--ranks", "2", "--run", run_folder, "--quiet"}));
+  ASSERT_EQ(first.exit_code, 0) << first.output;
+  const auto ended = run(
+      {"train", "--config", run_folder + "/config.json", "--ranks", "4", "--run", run_folder + "2",
+       "--quiet"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_EQ(Json::parse(std::ifstream(run_folder + "2/config.json"))["mesh"], "shard=4");
+}
+
+TEST(ConfigFile, AFlagThatIsOffContradictsNothing) {
+  const auto file = file_with(
+      "a.json", R"({"quiet": false, "json": true, "no-save": false, "run": "x", "save-every": 0})");
+  const auto ended = run({"train", "--config", file, "--dry-run"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_EQ(ended.output.find("{\"event\":\"plan\""), 0u) << ended.output;
 }
 
 // ------------------------------------------------------------ Small pieces

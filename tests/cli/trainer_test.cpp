@@ -100,6 +100,22 @@ TEST(Corpus, ReadsTheTextBelowAFolderInTheOrderOfTheNames) {
   EXPECT_TRUE(held_out.eq('c').all().item<bool>());
 }
 
+TEST(Corpus, WhatRunsHaveLeftIsNoText) {
+  const auto folder = test::temporary_folder();
+  for (const auto* name : {"/runs", "/runs/one", "/runs/half"}) {
+    mkdir((folder + name).c_str(), 0700);
+  }
+  std::ofstream(folder + "/a.txt") << std::string(100, 'a');
+  std::ofstream(folder + "/runs/one/metrics.jsonl") << "{}";
+  std::ofstream(folder + "/runs/one/config.json") << "{}";
+  std::ofstream(folder + "/runs/one/report.html") << "<html>";
+  std::ofstream(folder + "/runs/half/config.json") << std::string(100, 'c'); // of something else
+  const auto corpus = Corpus::read(folder);
+  EXPECT_EQ(corpus.num_files(), 2);
+  EXPECT_EQ(corpus.train_bytes() + corpus.held_out_bytes(), 200);
+  EXPECT_EQ(Corpus::read(folder + "/runs/one").num_files(), 3); // who asks for it gets it
+}
+
 TEST(Corpus, RefusesWhatHasNoText) {
   const auto folder = test::temporary_folder();
   const auto refusal = [](const std::string& path) {
@@ -108,9 +124,13 @@ TEST(Corpus, RefusesWhatHasNoText) {
   EXPECT_TRUE(contains(refusal(folder), "--data: there is no text in "));
   EXPECT_TRUE(contains(refusal(folder + "/none"), "--data: there is no file or folder "));
   EXPECT_TRUE(contains(refusal("/dev/null"), "neither a file nor a folder"));
-  EXPECT_TRUE(contains(
-      message_of<ConfigError>([] { Corpus("too short").check_context(16); }),
-      "give more with --data, or a --context below"));
+  const auto too_short = [](const std::string& text) {
+    return message_of<ConfigError>([&] { Corpus(text).check_context(16); });
+  };
+  EXPECT_TRUE(contains(too_short(""), "--data: text is too short: it has 0 bytes"));
+  EXPECT_TRUE(contains(too_short("tiny"), "and --context 16 needs about 340"));
+  EXPECT_TRUE(
+      contains(too_short(std::string(100, 'x')), "give more with --data, or a --context below 5"));
 }
 
 TEST(Corpus, FindsLibTorchsHeaders) {
