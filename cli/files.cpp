@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -45,11 +46,15 @@ bool write_aside(const std::filesystem::path& path, const std::string& text) {
   const auto aside = path.string() + ".new";
   std::ofstream file(aside, std::ios::binary | std::ios::trunc);
   file << text << std::flush;
-  if (!file) {
-    return false;
-  }
+  const bool written = file.good();
   file.close();
-  return std::rename(aside.c_str(), path.c_str()) == 0;
+  if (written && std::rename(aside.c_str(), path.c_str()) == 0) {
+    return true;
+  }
+  const int error = errno;
+  unlink(aside.c_str()); // half of it would only take space
+  errno = error;
+  return false;
 }
 
 } // namespace fsdp::cli
