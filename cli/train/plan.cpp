@@ -50,7 +50,7 @@ int64_t numel_of(const std::vector<Matrix>& weights) {
 
 GroupPlan plan_group(
     std::string name, const std::vector<Matrix>& weights, int64_t shards, int64_t param_bytes) {
-  GroupPlan group{.name = std::move(name), .numel = numel_of(weights)};
+  GroupPlan group{.name = std::move(name)};
   for (const auto& [rows, row] : weights) {
     const auto padded = rounded_up(rows, shards);
     group.shard_bytes += padded / shards * row * 4;
@@ -151,6 +151,9 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh) {
         "layers." + std::to_string(i), block_weights(dims, mesh.tensor), mesh.shard, param_bytes));
   }
   plan.groups.push_back(plan_group("", root_weights(dims, mesh.tensor), mesh.shard, param_bytes));
+  for (auto& group : plan.groups) { // of all ranks together
+    group.numel = numel_of(group.name.empty() ? root_weights(dims, 1) : block_weights(dims, 1));
+  }
   for (const auto& group : plan.groups) {
     plan.shard_bytes += group.shard_bytes;
     plan.gathered_bytes += group.gathered_bytes;

@@ -481,6 +481,16 @@ TEST(LearningRate, LinearConstantAndByHand) {
   EXPECT_DOUBLE_EQ(learning_rate(constant, 9, 10), 1);
 }
 
+TEST(Progress, TheLeastImportantPiecesGoFirst) {
+  const std::vector<LinePiece> pieces{
+      {"step 1"}, {" ####", 3}, {" loss 2"}, {" norm", 1}, {" x", 2}};
+  EXPECT_EQ(fitted(pieces, 25), "step 1 #### loss 2 norm x");
+  EXPECT_EQ(fitted(pieces, 24), "step 1 loss 2 norm x");
+  EXPECT_EQ(fitted(pieces, 19), "step 1 loss 2 norm");
+  EXPECT_EQ(fitted(pieces, 3), "step 1 loss 2");
+  EXPECT_EQ(fitted({}, 3), "");
+}
+
 TEST(Progress, NumbersAndTextForPeople) {
   EXPECT_EQ(binary_size(1000), "1000 B");
   EXPECT_EQ(binary_size(1536 * 1024), "1.50 MiB");
