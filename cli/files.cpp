@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -14,6 +15,11 @@ namespace fsdp::cli {
 bool is_file(const std::filesystem::path& path) {
   struct stat info{};
   return stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode);
+}
+
+bool is_folder(const std::filesystem::path& path) {
+  struct stat info{};
+  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
 }
 
 std::string real_path(const std::string& path) {
@@ -40,11 +46,15 @@ bool write_aside(const std::filesystem::path& path, const std::string& text) {
   const auto aside = path.string() + ".new";
   std::ofstream file(aside, std::ios::binary | std::ios::trunc);
   file << text << std::flush;
-  if (!file) {
-    return false;
-  }
+  const bool written = file.good();
   file.close();
-  return std::rename(aside.c_str(), path.c_str()) == 0;
+  if (written && std::rename(aside.c_str(), path.c_str()) == 0) {
+    return true;
+  }
+  const int error = errno;
+  unlink(aside.c_str()); // half of it would only take space
+  errno = error;
+  return false;
 }
 
 } // namespace fsdp::cli

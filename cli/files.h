@@ -10,6 +10,8 @@ namespace fsdp::cli {
 
 /// A regular one, or a link to it.
 bool is_file(const std::filesystem::path& path);
+/// The same of a folder.
+bool is_folder(const std::filesystem::path& path);
 /// As the same file is called from any folder; as it is where there is none.
 std::string real_path(const std::string& path);
 /// Where a shell would find the program; empty where it would not.

@@ -7,11 +7,13 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 #include <map>
 #include <set>
 #include <sstream>
 
 #include "cli/check.h"
+#include "cli/files.h"
 
 namespace fsdp::cli {
 
@@ -22,18 +24,43 @@ using Json = nlohmann::ordered_json;
 // The tables that are values, not sections.
 const std::set<std::string> kTables{"mesh"};
 
+/// What the command line says goes before these options of a file, since both
+/// together would make no sense.
+const std::map<std::string, std::set<std::string>> kRivals{
+    {"quiet", {"json"}},
+    {"json", {"quiet"}},
+    {"run", {"no-save"}},
+    {"save-every", {"no-save"}},
+    {"no-save", {"run", "save-every"}},
+    {"dry-run", {"resume"}},
+    {"resume", {"dry-run", "model"}},
+    {"mesh", {"ranks"}},
+    {"model",
+     {"vocab", "dim", "layers", "heads", "kv-heads", "hidden", "tied", "rotary-base", "norm-eps"}}};
+
 std::string read(const std::string& path) {
+  check_config(!is_folder(path), "--config: ", path, " is a folder, not a file");
+  errno = 0;
   std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  text << file.rdbuf();
+  std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
   check_config(
       file.is_open() && !file.bad(), "--config: ", path, " cannot be read: ", std::strerror(errno));
-  return text.str();
+  return text;
 }
 
-std::string word(std::string name, const std::string& value) {
+/// "--name" of "--name=value"; else empty.
+std::string option_in(const std::string& word) {
+  return word.starts_with("--") ? word.substr(0, word.find('=')) : "";
+}
+
+/// An empty value is a word of its own: behind "--name=" CLI11 would take the next one.
+void add_word(std::vector<std::string>& words, std::string name, const std::string& value) {
   std::replace(name.begin(), name.end(), '_', '-');
-  return "--" + name + "=" + value;
+  if (value.empty()) {
+    words.insert(words.end(), {"--" + name, ""});
+  } else {
+    words.push_back("--" + name + "=" + value);
+  }
 }
 
 std::string joined(const std::vector<std::string>& parts) {
@@ -67,7 +94,7 @@ void add_json(std::vector<std::string>& words, const Json& object) {
     if (value.is_object() && !kTables.contains(name)) {
       add_json(words, value);
     } else if (!value.is_null()) {
-      words.push_back(word(name, typed(value)));
+      add_word(words, name, typed(value));
     }
   }
 }
@@ -82,12 +109,52 @@ void add_toml(std::vector<std::string>& words, const std::string& text) {
     if (!item.parents.empty() && kTables.contains(item.parents.back())) {
       tables[item.parents.back()].push_back(item.name + "=" + joined(item.inputs));
     } else {
-      words.push_back(word(item.name, joined(item.inputs)));
+      add_word(words, item.name, joined(item.inputs));
     }
   }
   for (const auto& [name, parts] : tables) {
-    words.push_back(word(name, joined(parts)));
+    add_word(words, name, joined(parts));
   }
+}
+
+/// Of "dp=2,shard=4": "dp=2".
+std::string without_shard(const std::string& mesh) {
+  std::vector<std::string> parts;
+  std::istringstream stream(mesh);
+  for (std::string part; std::getline(stream, part, ',');) {
+    if (!part.starts_with("shard=")) {
+      parts.push_back(part);
+    }
+  }
+  return joined(parts);
+}
+
+/// What a file says, less what the command line has decided otherwise.
+std::vector<std::string> yielding(
+    const std::vector<std::string>& of_file, const std::vector<std::string>& command_line) {
+  std::set<std::string> dropped;
+  bool ranks_given = false;
+  for (const auto& word : command_line) {
+    const auto name = option_in(word);
+    const auto rivals = kRivals.find(name.substr(std::min<size_t>(2, name.size())));
+    if (rivals != kRivals.end() && !word.ends_with("=false")) {
+      dropped.insert(rivals->second.begin(), rivals->second.end());
+    }
+    ranks_given |= name == "--ranks";
+  }
+  std::vector<std::string> words;
+  for (size_t i = 0; i < of_file.size(); ++i) {
+    const auto option = option_in(of_file[i]);
+    const bool alone = option.size() == of_file[i].size(); // its empty value follows
+    if (dropped.contains(option.substr(std::min<size_t>(2, option.size())))) {
+      i += alone ? 1 : 0;
+    } else if (option == "--mesh" && ranks_given && !alone) {
+      add_word(words, "mesh", without_shard(of_file[i].substr(option.size() + 1)));
+    } else {
+      words.push_back(of_file[i]);
+    }
+  }
+  return words;
 }
 
 } // namespace
@@ -96,8 +163,12 @@ std::vector<std::string> config_words(const std::string& path) {
   const auto text = read(path);
   std::vector<std::string> words;
   const auto first = text.find_first_not_of(" \t\r\n");
+  const bool is_object = first != std::string::npos && text[first] == '{';
+  check_config(
+      is_object || !Json::accept(text), "--config: ", path,
+      " is JSON, but not an object with the names of options");
   try {
-    if (first != std::string::npos && text[first] == '{') {
+    if (is_object) {
       add_json(words, Json::parse(text, nullptr, /*allow_exceptions=*/true, /*comments=*/true));
     } else {
       add_toml(words, text);
@@ -109,8 +180,7 @@ std::vector<std::string> config_words(const std::string& path) {
   }
   for (const auto& each : words) {
     check_config(
-        each.rfind("--config=", 0) != 0, "--config: ", path,
-        " names a file itself; only one counts");
+        option_in(each) != "--config", "--config: ", path, " names a file itself; only one counts");
   }
   return words;
 }
@@ -126,14 +196,20 @@ std::vector<std::string> expand_config(const std::vector<std::string>& words) {
     } else if (words[i].rfind("--config=", 0) == 0) {
       path = words[i].substr(9);
     } else {
-      others.push_back(words[i]);
+      const auto name = option_in(words[i]);
+      if (!name.empty() && words[i] == name + "=") {
+        add_word(others, name.substr(2), "");
+      } else {
+        others.push_back(words[i]);
+      }
       continue;
     }
     const auto more = config_words(path);
     of_file.insert(of_file.end(), more.begin(), more.end());
   }
-  of_file.insert(of_file.end(), others.begin(), others.end());
-  return of_file;
+  auto result = yielding(of_file, others);
+  result.insert(result.end(), others.begin(), others.end());
+  return result;
 }
 
 } // namespace fsdp::cli

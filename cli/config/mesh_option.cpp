@@ -14,6 +14,7 @@ namespace fsdp::cli {
 
 namespace {
 
+constexpr int64_t kMostRanks = 1 << 20; // as `fsdp run` has it
 const std::vector<std::string> kAxes{"dp", "replicate", "shard", "tp"};
 
 int64_t parse_size(const std::string& part, const std::string& text, const std::string& mesh) {
@@ -21,8 +22,8 @@ int64_t parse_size(const std::string& part, const std::string& text, const std::
   const auto end = text.data() + text.size();
   const auto [stopped, error] = std::from_chars(text.data(), end, size);
   check_config(
-      error == std::errc() && stopped == end && size >= 1, "--mesh ", mesh, ": '", part,
-      "' must give a number of ranks, 1 or more");
+      error == std::errc() && stopped == end && size >= 1 && size <= kMostRanks, "--mesh ", mesh,
+      ": '", part, "' must give a number of ranks, 1 or more, and ", kMostRanks, " at most");
   return size;
 }
 
@@ -73,6 +74,10 @@ MeshShape parse_mesh(const std::string& text, std::optional<int64_t> ranks) {
     auto& size = name == "dp" ? shape.replicate : name == "shard" ? shape.shard : shape.tensor;
     size = parse_size(part, part.substr(equals + 1), text);
   }
+  check_config(
+      shape.ranks() <= kMostRanks && ranks.value_or(1) <= kMostRanks,
+      text.empty() ? "--ranks" : "--mesh " + text, ": ", std::max(shape.ranks(), ranks.value_or(1)),
+      " ranks are too many; ", kMostRanks, " is the most");
   if (ranks && !given.contains("shard")) {
     const auto others = shape.replicate * shape.tensor;
     check_config(

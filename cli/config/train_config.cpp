@@ -9,17 +9,25 @@ namespace fsdp::cli {
 
 namespace {
 
+// Beyond all that can be, and no product of two overflows.
+constexpr int64_t kMost = 1 << 24;
+
 void at_least(const char* option, int64_t value, int64_t least) {
   check_config(value >= least, option, " ", value, ": it must be ", least, " or more");
 }
 
+void within(const char* option, int64_t value, int64_t least) {
+  at_least(option, value, least);
+  check_config(value <= kMost, option, " ", value, ": it must be ", kMost, " or less");
+}
+
 void check_model(const ModelDims& dims) {
-  at_least("--vocab", dims.vocab, 256); // bytes
-  at_least("--layers", dims.layers, 1);
-  at_least("--heads", dims.heads, 1);
-  at_least("--kv-heads", dims.kv_heads, 1);
-  at_least("--hidden", dims.hidden, 1);
-  at_least("--dim", dims.dim, 2);
+  within("--dim", dims.dim, 2);       // others may follow from it
+  within("--vocab", dims.vocab, 256); // bytes
+  within("--layers", dims.layers, 1);
+  within("--heads", dims.heads, 1);
+  within("--kv-heads", dims.kv_heads, 1);
+  within("--hidden", dims.hidden, 1);
   check_config(
       dims.dim % (2 * dims.heads) == 0, "--dim ", dims.dim, " does not make ", dims.heads,
       " heads of an even size; take for example --dim ",
@@ -91,11 +99,11 @@ ReshardAfterForward parse_reshard(const std::string& text, int64_t shard_ranks) 
 
 void check(const TrainConfig& config, const MeshShape& mesh) {
   at_least("--steps", config.steps, 1);
-  at_least("--ranks", mesh.ranks(), 1);
+  within("--ranks", mesh.ranks(), 1);
   at_least("--seed", config.seed, 0);
-  at_least("--batch", config.batch, 1);
-  at_least("--context", config.context, 1);
-  at_least("--accumulate", config.accumulate, 1);
+  within("--batch", config.batch, 1);
+  within("--context", config.context, 1);
+  within("--accumulate", config.accumulate, 1);
   check_model(config.model);
   check_tensor_axis(config.model, mesh.tensor);
   check_optimizer(config);

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <iostream>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -24,6 +25,7 @@
 #include "cli/check.h"
 #include "cli/files.h"
 #include "cli/report/report_page.h"
+#include "cli/train/metrics.h"
 
 namespace fsdp::cli {
 
@@ -52,14 +54,39 @@ std::optional<std::string> read_text(const fs::path& path) {
   return std::move(text).str();
 }
 
-/// The file's value, or null where there is none.
-Json read_json(const fs::path& path) {
-  const auto text = read_text(path);
-  if (!text) {
-    return nullptr;
+void warn(const std::string& what) {
+  std::cerr << "fsdp: " << what << std::endl;
+}
+
+/// What `make` has made of the file's value; null where there is none, or it is not
+/// what it should be: the page has the other parts all the same.
+template <class Make>
+Json part_of(const fs::path& path, Make make) {
+  try {
+    const auto text = read_text(path);
+    if (!text) {
+      return nullptr;
+    }
+    return make(Json::parse(*text));
+  } catch (const Json::exception& error) {
+    warn(c10::str(
+        path.string(), " is damaged, and left out of the page: ", error.what(),
+        "; remove or repair it"));
+  } catch (const ConfigError& error) {
+    warn(c10::str(error.what_without_backtrace(), ", which is left out of the page"));
   }
-  auto json = Json::parse(*text, nullptr, /*allow_exceptions=*/false);
-  check_config(!json.is_discarded(), path.string(), " is not JSON; remove or repair it");
+  return nullptr;
+}
+
+Json checked_options(Json json) {
+  check_config(json.is_object(), kConfigFile, " is no object of options");
+  return json;
+}
+
+Json checked_groups(Json json) {
+  check_config(
+      json.is_array() && std::ranges::all_of(json, [](const auto& x) { return x.is_object(); }),
+      kGroupsFile, " is no list of groups");
   return json;
 }
 
@@ -73,6 +100,8 @@ Json read_metrics(const fs::path& path) {
   std::map<std::pair<int64_t, bool>, Json> lines; // by step, and whether of a validation
   std::istringstream input(*text);
   size_t number = 0;
+  size_t bad = 0; // the first line that is none of ours
+  size_t num_bad = 0;
   for (std::string line; std::getline(input, line);) {
     ++number;
     if (line.find_first_not_of(" \t\r") == line.npos) {
@@ -82,11 +111,19 @@ Json read_metrics(const fs::path& path) {
     if (json.is_discarded() && input.peek() == EOF) {
       break; // the run was killed while it wrote this
     }
-    check_config(
-        json.is_object() && json.contains("step") && json["step"].is_number_integer(),
-        path.string(), " line ", number, " is not an object with a step");
+    if (!json.is_object() || !json.contains("step") || !json["step"].is_number_integer()) {
+      bad = bad == 0 ? number : bad;
+      ++num_bad;
+      continue;
+    }
     const std::pair key{json["step"].get<int64_t>(), json.contains("validation_loss")};
     lines.insert_or_assign(key, std::move(json));
+  }
+  if (num_bad > 0) {
+    const auto what = c10::str(path.string(), " line ", bad, " is not an object with a step");
+    check_config(!lines.empty(), what);
+    warn(c10::str(
+        what, num_bad > 1 ? c10::str(", and so are ", num_bad - 1, " more") : "", "; left out"));
   }
   const auto every = lines.size() / kMostSteps + 1;
   auto result = Json::array();
@@ -195,24 +232,18 @@ std::string script_text(const Json& json) {
 fs::path write_report(const fs::path& run) {
   check_config(is_there(run), "there is no folder ", run.string());
   auto metrics = read_metrics(run / kMetricsFile);
-  Json trace;
-  try {
-    trace = events_of_one_step(read_json(run / kTraceFile));
-  } catch (const Json::exception& error) {
-    refuse((run / kTraceFile).string(), " is not a trace of fsdp: ", error.what());
-  }
   const Json data{
       {"name", fs::path(real_path(run.string())).filename().string()},
       {"version", c10::str(FSDP_VERSION_MAJOR, ".", FSDP_VERSION_MINOR, ".", FSDP_VERSION_PATCH)},
-      {"config", read_json(run / kConfigFile)},
+      {"config", part_of(run / kConfigFile, checked_options)},
       {"metrics", std::move(metrics)},
-      {"groups", read_json(run / kGroupsFile)},
-      {"trace", std::move(trace)}};
+      {"groups", part_of(run / kGroupsFile, checked_groups)},
+      {"trace", part_of(run / kTraceFile, events_of_one_step)}};
   std::string page(kReportPage);
   replace(page, "@REPORT_SCRIPT@", kReportScript);
   replace(page, "@REPORT_DATA@", script_text(data));
   const auto path = run / kReportFile;
-  check_config(write_aside(path, page), "cannot write ", path.string(), "; is there space left?");
+  write_file(path, page);
   return path;
 }
 

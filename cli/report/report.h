@@ -13,8 +13,9 @@ inline constexpr const char* kReportFile = "report.html";
 
 /// Makes one page, which needs nothing else, of what lies in a run's folder, and
 /// returns its path. Files other than the metrics may be missing, and a metric's
-/// last line may be cut off. Throws ConfigError that names what cannot be read
-/// or written. Not collective: for one rank.
+/// last line may be cut off; what is damaged is left out, and named on stderr. Throws
+/// ConfigError where there are no metrics, CheckpointError where the page cannot be
+/// written. Not collective: for one rank.
 std::filesystem::path write_report(const std::filesystem::path& run);
 
 } // namespace fsdp::cli

@@ -15,21 +15,20 @@ const option = (...names) => {
   }
   return null;
 };
-const groups = data.groups || [];
+const groups = Array.isArray(data.groups) ? data.groups : [];
 const plural = (n, noun) => `${digits(n, 0)} ${noun}${n === 1 ? '' : 's'}`;
 
 function header() {
   const name = data.name || option('name') || 'run';
   document.title = `${name} · fsdp train`;
   at('name').textContent = name;
-  at('kicker').textContent = ['fsdp train', option('started', 'date')].filter(Boolean).join(' · ');
+  at('kicker').textContent = 'fsdp train';
   const params = option('parameters', 'model.parameters', 'num_params') ||
       groups.reduce((sum, group) => sum + group.numel, 0);
   const layers = option('model.layers', 'layers'), dim = option('model.dim', 'dim');
   const sizes = String(option('mesh') || '').match(/\d+/g);
   const ranks = option('ranks', 'world_size') ||
-      (sizes && sizes.reduce((all, size) => all * Number(size), 1)),
-        backend = option('backend');
+      (sizes && sizes.reduce((all, size) => all * Number(size), 1));
   const pieces = [];
   if (params)
     pieces.push(
@@ -37,8 +36,7 @@ function header() {
         (layers && dim ? ` in ${plural(layers, 'layer')} of ${dim}` : ''));
   if (ranks)
     pieces.push(
-        plural(ranks, 'rank') + (backend ? ` over ${backend}` : '') +
-        (option('mesh') ? ` (${option('mesh')})` : ''));
+        plural(ranks, 'rank') + (option('mesh') ? ` (${option('mesh')})` : ''));
   if (groups.length) pieces.push(plural(groups.length, 'group'));
   const batch = option('batch'), context = option('context');
   if (batch && context) pieces.push(`${batch} × ${context} tokens per step`);

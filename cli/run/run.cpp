@@ -124,7 +124,7 @@ class Launcher {
     pass_output_on();
     for (const auto& child : children_) {
       if (child->reap() && child->exit_code() != 0 && !ending_) {
-        failed(*child);
+        ended(*child);
       }
     }
     if (const auto signal = signals_.take()) {
@@ -156,6 +156,16 @@ class Launcher {
     output_.flush();
   }
 
+  /// One that was asked to end tells the others itself, as `fsdp train` does: they
+  /// end in their own time. Whom a signal has killed could not.
+  void ended(Child& child) {
+    if (child.signal() != 0 || !was_asked(child.exit_code())) {
+      failed(child);
+    } else if (exit_code_ == 0) {
+      exit_code_ = child.exit_code();
+    }
+  }
+
   void failed(Child& child) {
     child.forward_rest(1);
     const int code = child.exit_code();
@@ -172,7 +182,7 @@ class Launcher {
       }
     }
     job_.report({what, code});
-    end_all(code);
+    end_all(code, SIGTERM, /*patiently=*/false);
   }
 
   void interrupted(int signal) {
@@ -183,7 +193,7 @@ class Launcher {
     }
     closing_words_ = std::string("fsdp run: ended by ") + strsignal(signal) + ".\n";
     job_.report({std::string("fsdp run was ended by ") + strsignal(signal), 128 + signal});
-    end_all(128 + signal, signal);
+    end_all(128 + signal, signal, /*patiently=*/true);
   }
 
   /// What the ranks say cannot be written.
@@ -192,7 +202,7 @@ class Launcher {
     closing_words_ = "fsdp run: " + what + "; the ranks were ended.\n";
     const int code = error == EPIPE ? 128 + SIGPIPE : 1; // as a shell has it
     job_.report({what, code});
-    end_all(code);
+    end_all(code, SIGTERM, /*patiently=*/false);
   }
 
   void watch_other_nodes() {
@@ -202,8 +212,8 @@ class Launcher {
     if (const auto failure = job_.failure_elsewhere()) {
       closing_words_ =
           "fsdp run: on another node: " + failure->what + "; the ranks here were ended.\n";
-      end_all(
-          failure->exit_code, was_asked(failure->exit_code) ? failure->exit_code - 128 : SIGTERM);
+      const bool asked = was_asked(failure->exit_code);
+      end_all(failure->exit_code, asked ? failure->exit_code - 128 : SIGTERM, asked);
     }
   }
 
@@ -213,10 +223,10 @@ class Launcher {
   }
 
   /// Who was asked by a person may have much to save: only a second signal hurries.
-  void end_all(int exit_code, int signal = SIGTERM) {
+  void end_all(int exit_code, int signal, bool patiently) {
     ending_ = true;
     exit_code_ = exit_code;
-    kill_at_ = was_asked(exit_code) ? Clock::time_point::max() : Clock::now() + kGrace;
+    kill_at_ = patiently ? Clock::time_point::max() : Clock::now() + kGrace;
     for (const auto& child : children_) {
       child->send(signal);
     }

@@ -19,6 +19,7 @@
 
 #include "cli/check.h"
 #include "cli/files.h"
+#include "cli/report/report.h"
 
 namespace fsdp::cli {
 
@@ -36,6 +37,12 @@ Kind kind_of(const std::string& path) {
     return Kind::Missing;
   }
   return S_ISREG(info.st_mode) ? Kind::File : S_ISDIR(info.st_mode) ? Kind::Folder : Kind::Other;
+}
+
+/// What `fsdp train` wrote. A text that grew with every run would not be the same
+/// when one is resumed.
+bool is_run_folder(const std::string& folder) {
+  return is_file(folder + "/" + kMetricsFile) && is_file(folder + "/" + kConfigFile);
 }
 
 /// Files below `folder`, in the order of their names on every machine.
@@ -56,7 +63,7 @@ std::vector<std::string> files_below(const std::string& folder) {
     const auto kind = name[0] == '.' ? Kind::Other : kind_of(path);
     if (kind == Kind::File) {
       files.push_back(path);
-    } else if (kind == Kind::Folder && !is_link) {
+    } else if (kind == Kind::Folder && !is_link && !is_run_folder(path)) {
       const auto more = files_below(path);
       files.insert(files.end(), more.begin(), more.end());
     }
@@ -169,11 +176,14 @@ std::string Corpus::fingerprint() const {
 }
 
 void Corpus::check_context(int64_t context) const {
+  const auto least = std::min(train_bytes(), held_out_bytes());
   check_config(
-      std::min(train_bytes(), held_out_bytes()) > context, "--context ", context, ": ", name_,
-      " has too little text for it (", train_bytes(), " bytes to train on, ", held_out_bytes(),
-      " held out); give more with --data, or a --context below ",
-      std::min(train_bytes(), held_out_bytes()));
+      least > 1, "--data: ", name_, " is too short: it has ", train_bytes() + held_out_bytes(),
+      " bytes, and --context ", context, " needs about ", kHeldOutEvery * (context + 1));
+  check_config(
+      least > context, "--context ", context, ": ", name_, " has too little text for it (",
+      train_bytes(), " bytes to train on, ", held_out_bytes(),
+      " held out); give more with --data, or a --context below ", least);
 }
 
 torch::Tensor Corpus::train_rows(

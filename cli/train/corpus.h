@@ -17,8 +17,8 @@ namespace fsdp::cli {
 class Corpus {
  public:
   /// Reads a file, or all text below a folder in the order of the names; hidden
-  /// files and files with zero bytes, which are no text, are left out. Throws
-  /// ConfigError that names --data.
+  /// files, files with zero bytes, which are no text, and what runs of the tool have
+  /// left there are not in it. Throws ConfigError that names --data.
   static Corpus read(const std::string& path);
   /// The C++ headers that came with the LibTorch this process runs on, else
   /// those it was built with.

@@ -1,4 +1,5 @@
 // `fsdp generate`: text from a checkpoint of `fsdp train`.
+#include <cmath>
 #include <iostream>
 #include <memory>
 #include <string>
@@ -29,8 +30,8 @@ struct GenerateOptions {
 void check(const GenerateOptions& options) {
   check_config(options.tokens >= 1, "--tokens ", options.tokens, ": it must be 1 or more");
   check_config(
-      options.temperature >= 0, "--temperature ", options.temperature,
-      ": it must be 0 (the likeliest byte each time) or more");
+      options.temperature >= 0 && std::isfinite(options.temperature), "--temperature ",
+      options.temperature, ": it must be 0 (the likeliest byte each time) or more, and finite");
   check_config(options.seed >= 0, "--seed ", options.seed, ": it must be 0 or more");
 }
 

@@ -37,8 +37,10 @@ std::string MetricsFile::lines_to_keep(int64_t steps) {
   std::ifstream file(path_);
   for (std::string line; std::getline(file, line);) {
     const auto json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (json.is_object() && json.value("step", int64_t{0}) >= 1 &&
-        json.value("step", int64_t{0}) <= steps) {
+    const bool has_step =
+        json.is_object() && json.contains("step") && json["step"].is_number_integer();
+    const auto step = has_step ? json["step"].get<int64_t>() : 0;
+    if (step >= 1 && step <= steps) {
       kept += line + "\n";
       if (json.contains("loss")) {
         losses_.push_back(json["loss"].is_number() ? json["loss"].get<double>() : std::nan(""));

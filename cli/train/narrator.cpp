@@ -2,8 +2,11 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <filesystem>
 #include <iostream>
 
+#include "cli/files.h"
+#include "cli/invocation.h"
 #include "cli/report/report.h"
 #include "cli/train/curve.h"
 
@@ -17,7 +20,7 @@ std::string traffic_text(const Plan& plan) {
   std::string text;
   for (const auto& kind : plan.traffic) {
     text += (text.empty() ? "" : ", ") + plural(kind.count, kind.op) + " of " +
-            binary_size(kind.bytes) + " in all";
+            binary_size(kind.bytes) + " in all" + (kind.axis == "tp" ? " for tp" : "");
   }
   return text.empty() ? "nothing to send" : text;
 }
@@ -25,7 +28,8 @@ std::string traffic_text(const Plan& plan) {
 Json traffic_json(const Plan& plan) {
   auto json = Json::array();
   for (const auto& kind : plan.traffic) {
-    json.push_back({{"op", kind.op}, {"count", kind.count}, {"bytes", kind.bytes}});
+    json.push_back(
+        {{"op", kind.op}, {"axis", kind.axis}, {"count", kind.count}, {"bytes", kind.bytes}});
   }
   return json;
 }
@@ -204,12 +208,20 @@ void Narrator::saved(const std::string& run, const std::string& checkpoint, int6
   const auto& config = options_.identity.config;
   const bool is_done = steps == config.steps;
   const auto more = is_done ? " --steps " + std::to_string(2 * config.steps) : std::string();
-  const auto command = "fsdp train --resume " + run + more;
+  const auto command = invocation() + " train --resume " + quoted(run) + more;
   if (to_people()) {
     screen_.labelled(
         "saved", c10::str(checkpoint, "; ", is_done ? "to train on: " : "to go on: ", command));
-    screen_.labelled(
-        "report", run + "/" + kReportFile + "; timeline: " + kTraceFile + " beside it");
+    const std::filesystem::path folder = run;
+    const bool has_report = is_file(folder / kReportFile);
+    const bool has_timeline = is_file(folder / kTraceFile);
+    if (has_report) {
+      screen_.labelled(
+          "report", (folder / kReportFile).string() +
+                        (has_timeline ? c10::str("; timeline: ", kTraceFile, " beside it") : ""));
+    } else if (has_timeline) {
+      screen_.labelled("timeline", (folder / kTraceFile).string());
+    }
   }
   if (to_programs()) {
     print({{"event", "saved"}, {"run", run}, {"checkpoint", checkpoint}, {"resume", command}});

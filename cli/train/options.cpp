@@ -223,16 +223,26 @@ void check_together(const TrainOptions& options) {
   check_config(
       options.keep.keep_every >= 0, "--keep-every ", options.keep.keep_every,
       ": it must be 0 or more");
-  const auto apart = [&](const char* one, const char* other, const char* advice) {
+  const auto apart = [](bool one_is_on, const char* one, bool other_is_on, const char* other,
+                        const char* advice) {
     check_config(
-        !options.given.contains(one) || !options.given.contains(other), "--", one, " and --", other,
-        " contradict each other; ", advice);
+        !one_is_on || !other_is_on, one, " and ", other, " contradict each other; ", advice);
   };
-  apart("quiet", "json", "take one of them");
-  apart("no-save", "run", "leave out --no-save to write there");
-  apart("no-save", "save-every", "leave out --no-save to save");
-  apart("dry-run", "resume", "a dry run needs no checkpoint: give its options");
-  apart("resume", "model", "the checkpoint has the sizes: leave --model out");
+  const bool saves_on_the_way = options.given.contains("save-every") && options.save_every > 0;
+  const bool resumes = !options.resume.empty();
+  apart(options.quiet, "--quiet", options.json, "--json", "take one of them");
+  apart(
+      options.no_save, "--no-save", !options.run.empty(), "--run",
+      "leave out --no-save to write there");
+  apart(
+      options.no_save, "--no-save", saves_on_the_way, "--save-every",
+      "leave out --no-save to save");
+  apart(
+      options.dry_run, "--dry-run", resumes, "--resume",
+      "a dry run needs no checkpoint: give its options");
+  apart(
+      resumes, "--resume", options.given.contains("model"), "--model",
+      "the checkpoint has the sizes: leave --model out");
   const bool goes_on = options.run == options.resume; // also when there is neither
   check_config(
       goes_on || options.run.empty() ||

@@ -50,7 +50,7 @@ int64_t numel_of(const std::vector<Matrix>& weights) {
 
 GroupPlan plan_group(
     std::string name, const std::vector<Matrix>& weights, int64_t shards, int64_t param_bytes) {
-  GroupPlan group{.name = std::move(name), .numel = numel_of(weights)};
+  GroupPlan group{.name = std::move(name)};
   for (const auto& [rows, row] : weights) {
     const auto padded = rounded_up(rows, shards);
     group.shard_bytes += padded / shards * row * 4;
@@ -64,11 +64,38 @@ int64_t count_params(const ModelDims& dims) {
   return dims.layers * numel_of(block_weights(dims, 1)) + numel_of(root_weights(dims, 1));
 }
 
+/// Of the rows that a rank takes at once.
+int64_t tokens_of_a_part(const TrainConfig& config, const MeshShape& mesh) {
+  return config.batch / mesh.data_ranks() / config.accumulate * config.context;
+}
+
+/// What `parallelize` makes of a step, and parallel_cross_entropy.
+TrafficPlan plan_tensor_traffic(const TrainConfig& config, const MeshShape& mesh) {
+  TrafficPlan reduces{.op = "all-reduce", .axis = "tp"};
+  if (mesh.tensor == 1) {
+    return reduces;
+  }
+  const auto& dims = config.model;
+  const auto tokens = tokens_of_a_part(config, mesh);
+  // Sums behind attention, feed-forward and embedding; backward, of the gradients in
+  // front of attention, feed-forward and output. A block that is computed again
+  // has the first of its sums again: nothing that is kept lies behind the second.
+  const auto of_block = 4 + (config.activation_checkpointing ? 1 : 0);
+  const auto activations = of_block * dims.layers + 2;
+  // The scores, in fp32: the highest of each token, with a number behind them; then
+  // three sums of each.
+  const auto scores = (tokens + 1 + 3 * tokens) * 4;
+  const auto bytes = activations * tokens * dims.dim * bytes_of(config.param_dtype) + scores;
+  reduces.count = config.accumulate * (activations + 2);
+  reduces.bytes = config.accumulate * bytes;
+  return reduces;
+}
+
 std::vector<TrafficPlan> plan_traffic(
     const Plan& plan, const TrainConfig& config, const MeshShape& mesh, int64_t reduce_bytes) {
-  TrafficPlan gathers{.op = "all-gather"};
-  TrafficPlan scatters{.op = "reduce-scatter"};
-  TrafficPlan reduces{.op = "all-reduce"};
+  TrafficPlan gathers{.op = "all-gather", .axis = "shard"};
+  TrafficPlan scatters{.op = "reduce-scatter", .axis = "shard"};
+  TrafficPlan reduces{.op = "all-reduce", .axis = "dp"};
   const auto param_bytes = bytes_of(config.param_dtype);
   for (const auto& group : plan.groups) {
     const bool is_root = group.name.empty();
@@ -88,7 +115,7 @@ std::vector<TrafficPlan> plan_traffic(
     }
   }
   std::vector<TrafficPlan> traffic;
-  for (const auto& kind : {gathers, scatters, reduces}) {
+  for (const auto& kind : {gathers, scatters, reduces, plan_tensor_traffic(config, mesh)}) {
     if (kind.count > 0) {
       traffic.push_back(kind);
     }
@@ -99,7 +126,7 @@ std::vector<TrafficPlan> plan_traffic(
 /// See Note [What a run will take].
 int64_t estimate_activations(const TrainConfig& config, const MeshShape& mesh) {
   const auto& dims = config.model;
-  const auto tokens = config.batch / mesh.data_ranks() / config.accumulate * config.context;
+  const auto tokens = tokens_of_a_part(config, mesh);
   const auto heads = (dims.heads + 2 * dims.kv_heads) * dims.head_dim() / mesh.tensor;
   // Two norms with their inputs and outputs; projections, before and after the
   // rotation; what attention gives; the four of SwiGLU.
@@ -124,6 +151,9 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh) {
         "layers." + std::to_string(i), block_weights(dims, mesh.tensor), mesh.shard, param_bytes));
   }
   plan.groups.push_back(plan_group("", root_weights(dims, mesh.tensor), mesh.shard, param_bytes));
+  for (auto& group : plan.groups) { // of all ranks together
+    group.numel = numel_of(group.name.empty() ? root_weights(dims, 1) : block_weights(dims, 1));
+  }
   for (const auto& group : plan.groups) {
     plan.shard_bytes += group.shard_bytes;
     plan.gathered_bytes += group.gathered_bytes;

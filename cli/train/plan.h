@@ -12,8 +12,8 @@ namespace fsdp::cli {
 
 /// Parameters that are gathered together. Bytes are those of one rank.
 struct GroupPlan {
-  std::string name; // "layers.0", "" for the root
-  int64_t numel = 0;
+  std::string name;           // "layers.0", "" for the root
+  int64_t numel = 0;          // whole, over all ranks
   int64_t shard_bytes = 0;    // at rest, on the rank with the most
   int64_t gathered_bytes = 0; // whole, in the dtype of compute, with padding
   int64_t padding_bytes = 0;  // of that
@@ -22,6 +22,7 @@ struct GroupPlan {
 /// Collectives of one kind in one step, as each rank makes them.
 struct TrafficPlan {
   std::string op;
+  std::string axis; // of the mesh, as --mesh calls it
   int64_t count = 0;
   int64_t bytes = 0; // of the larger buffers
 };

@@ -16,11 +16,7 @@ namespace {
 
 constexpr int64_t kPlainLines = 20; // of a run that no terminal shows
 constexpr int kBarWidth = 20;
-
-size_t terminal_width() {
-  winsize size{};
-  return ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
-}
+constexpr int kShortBar = 10;
 
 std::string variable(const char* name) {
   const char* value = std::getenv(name);
@@ -68,9 +64,29 @@ void Screen::labelled(const std::string& label, const std::string& text) {
 }
 
 void Screen::replace(const std::string& text) {
-  if (is_terminal_) { // one that reached the edge would stay behind
-    std::cout << "\r\x1b[K" << text.substr(0, terminal_width() - 1) << std::flush;
+  if (is_terminal_) {
+    std::cout << "\r\x1b[K" << text.substr(0, width()) << std::flush;
     replacing_ = true;
+  }
+}
+
+size_t Screen::width() {
+  winsize size{};
+  const bool known = ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
+  return (known ? size.ws_col : 80) - 1; // one that reached the edge would stay behind
+}
+
+std::string fitted(std::vector<LinePiece> pieces, size_t width) {
+  while (true) {
+    std::string text;
+    for (const auto& piece : pieces) {
+      text += piece.text;
+    }
+    const auto last = std::ranges::max_element(pieces, {}, &LinePiece::rank);
+    if (text.size() <= width || last == pieces.end() || last->rank == 0) {
+      return text;
+    }
+    pieces.erase(last);
   }
 }
 
@@ -81,34 +97,50 @@ double Progress::seconds() const {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
 }
 
-std::string Progress::text(const StepRecord& record, bool with_bar) const {
+std::vector<LinePiece> Progress::pieces(const StepRecord& record, int bar_width) const {
   const auto done = record.step;
   const auto steps = std::to_string(steps_);
   const auto per_step = seconds() / static_cast<double>(done - before_);
-  std::string bar;
-  if (with_bar) {
-    const auto full = static_cast<int>(kBarWidth * done / steps_);
-    bar = "  " + std::string(full, '#') + std::string(kBarWidth - full, '.');
-  }
   const auto rate = std::llround(static_cast<double>(tokens_per_step_) / per_step);
-  const auto exposed =
-      record.exposed_s ? "  comm " + fixed(*record.exposed_s * 1000, 1) + " ms" : std::string();
-  return "step " + padded(std::to_string(done), steps.size()) + "/" + steps + bar + "  loss " +
-         fixed(record.loss, 4) + "  norm " + fixed(record.grad_norm, 3) + "  " +
-         padded(std::to_string(rate), 6) + " tokens/s  " + binary_size(record.memory.peak) +
-         exposed + "  " + minutes(per_step * static_cast<double>(steps_ - done)) + " left" +
-         (record.skipped ? "  skipped: not finite in fp16" : "");
+  std::vector<LinePiece> pieces{
+      {"step " + padded(std::to_string(done), steps.size()) + "/" + steps}};
+  if (bar_width > 0) {
+    const auto full = static_cast<int>(bar_width * done / steps_);
+    pieces.push_back({"  " + std::string(full, '#') + std::string(bar_width - full, '.'), 5});
+  }
+  pieces.push_back({"  loss " + fixed(record.loss, 4)});
+  pieces.push_back({"  norm " + fixed(record.grad_norm, 3), 4});
+  pieces.push_back({"  " + padded(std::to_string(rate), 6) + " tokens/s", 3});
+  pieces.push_back({"  " + binary_size(record.memory.peak), 7});
+  if (record.exposed_s) {
+    pieces.push_back({"  comm " + fixed(*record.exposed_s * 1000, 1) + " ms", 6});
+  }
+  const auto left = per_step * static_cast<double>(steps_ - done);
+  pieces.push_back({"  " + minutes(left) + " left", 1});
+  if (record.skipped) {
+    pieces.push_back({"  skipped: not finite in fp16", 2});
+  }
+  return pieces;
+}
+
+std::string Progress::plain(const StepRecord& record) const {
+  return fitted(pieces(record, 0), std::string::npos);
+}
+
+std::string Progress::with_bar(const StepRecord& record, size_t width) const {
+  const auto whole = fitted(pieces(record, kBarWidth), std::string::npos);
+  return whole.size() <= width ? whole : fitted(pieces(record, kShortBar), width);
 }
 
 void Progress::update(const StepRecord& record) {
   if (screen_.is_terminal()) {
-    screen_.replace(text(record, /*with_bar=*/true));
+    screen_.replace(with_bar(record, Screen::width()));
     return;
   }
   const auto done = record.step;
   const auto every = std::max<int64_t>(1, steps_ / kPlainLines);
   if (done == before_ + 1 || done % every == 0 || done == steps_) {
-    screen_.line(text(record, /*with_bar=*/false));
+    screen_.line(plain(record));
   }
 }
 

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "cli/train/metrics.h"
 
@@ -25,12 +26,24 @@ class Screen {
   bool is_terminal() const {
     return is_terminal_;
   }
+  /// What fits into the line that is replaced.
+  static size_t width();
 
  private:
   bool is_terminal_;
   bool color_;
   bool replacing_ = false; // the cursor is behind a line that goes
 };
+
+/// A piece of a line; of those that have to go the one with the highest `rank` goes
+/// first, and those of rank 0 stay.
+struct LinePiece {
+  std::string text;
+  int rank = 0;
+};
+
+/// Those that fit, in their order.
+std::string fitted(std::vector<LinePiece> pieces, size_t width);
 
 /// The progress of a run of `steps` updates, of which a resumed one has `before`
 /// behind it.
@@ -44,7 +57,9 @@ class Progress {
   double seconds() const;
 
  private:
-  std::string text(const StepRecord& record, bool with_bar) const;
+  std::string plain(const StepRecord& record) const;
+  std::string with_bar(const StepRecord& record, size_t width) const;
+  std::vector<LinePiece> pieces(const StepRecord& record, int bar_width) const;
 
   Screen& screen_;
   const int64_t steps_;

@@ -135,7 +135,7 @@ void RunFolder::report() {
     if (metrics_) {
       write_report(path_);
     }
-  } catch (const ConfigError& error) { // all that counts lies there
+  } catch (const c10::Error& error) { // all that counts lies there
     std::cerr << "fsdp: no report: " << error.what_without_backtrace() << std::endl;
   }
 }

@@ -12,6 +12,7 @@ namespace fsdp::cli {
 namespace {
 
 constexpr int64_t kBytes = 256; // tokens that mean something
+constexpr double kCold = 1e-6;  // below, only the likeliest has a chance, and quotients overflow
 
 torch::Tensor scores_behind(Transformer& model, const torch::Tensor& tokens) {
   auto scores = model(tokens.unsqueeze(0)).select(0, 0).select(0, -1);
@@ -36,7 +37,7 @@ std::string sample(Transformer& model, const std::string& prompt, const SampleOp
     const auto length = std::min(most, static_cast<int64_t>(tokens.size()));
     const auto last = torch::tensor(std::vector<int64_t>(tokens.end() - length, tokens.end()));
     const auto scores = scores_behind(model, last.to(options.device));
-    const auto next = options.temperature == 0
+    const auto next = options.temperature < kCold
                           ? scores.argmax()
                           : torch::multinomial(
                                 torch::softmax(scores / options.temperature, -1), 1,

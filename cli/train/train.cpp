@@ -178,10 +178,19 @@ int try_train_rank(
 int dry_run(TrainOptions& options) {
   const auto mesh = resolve_mesh(options, std::nullopt, std::nullopt);
   auto& config = options.identity.config;
+  std::optional<Corpus> corpus; // the default text is there, and takes a while to read
+  if (!options.identity.data.empty()) {
+    corpus = Corpus::read(options.identity.data);
+    corpus->check_context(config.context);
+  }
   const Joined joined({.backend = "fake", .rank = 0, .world_size = static_cast<int>(mesh.ranks())});
   const auto model = build_sharded(config, TrainMesh(mesh, c10::kCPU));
-  Narrator(options, /*speaks=*/true)
-      .plan(make_plan(config, mesh), shard_bytes(model), "no network");
+  options.quiet = false; // the plan is the result
+  Narrator narrator(options, /*speaks=*/true);
+  narrator.plan(make_plan(config, mesh), shard_bytes(model), "no network");
+  if (corpus) {
+    narrator.text(*corpus);
+  }
   return 0;
 }
 

@@ -178,9 +178,11 @@ double Trainer::clip_gradients() {
   const bool must_be_finite = !scaler_.is_enabled();
   try {
     return clip_grad_norm_(model_->parameters(), most, 2, must_be_finite).item<double>();
-  } catch (const CommError&) {
-    throw;
-  } catch (const c10::Error&) {
+  } catch (const c10::Error& error) {
+    const std::string what = error.what_without_backtrace();
+    if (what.find("is non-finite") == std::string::npos) {
+      throw; // it was something else
+    }
     return std::numeric_limits<double>::quiet_NaN();
   }
 }

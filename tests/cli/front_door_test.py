@@ -110,6 +110,22 @@ class FrontDoor(unittest.TestCase):
         result = self.run_script("build")
         self.assertIn("needs g++ 11", result.stdout)
 
+    def test_the_tool_learns_how_it_was_started(self):
+        self.fake("g++", '[ "$1" = -E ] || echo 12')
+        self.fake("ninja", "echo ninja: no work to do.")
+        venv = self.tree / ".venv"
+        (venv / "bin").mkdir(parents=True)
+        shutil.copy(self.tree / "requirements.txt", venv / ".fsdp-ready")
+        build = self.tree / "build" / "dev"
+        (build / "bin").mkdir(parents=True)
+        (build / "build.ninja").touch()
+        (build / ".fsdp-configured").write_text(f"{venv}/bin/python g++\n")
+        tool = build / "bin" / "fsdp"
+        tool.write_text('#!/bin/sh\necho "$FSDP_COMMAND $*"\n')
+        tool.chmod(0o755)
+        result = self.run_script("train", "--steps", "3")
+        self.assertEqual(result.stdout, f"{self.tree}/fsdp train --steps 3\n")
+
     def test_wrong_words_are_refused_before_anything_is_installed(self):
         for words in (["bench"], ["bench", "nonsense"], ["install"]):
             (self.tree / "benchmarks").mkdir(exist_ok=True)

@@ -167,7 +167,7 @@ def trace():
 
 
 CONFIG = {
-    "name": "headers-4x", "started": "2026-03-14 09:26:53", "ranks": RANKS, "backend": "threads",
+    "name": "headers-4x", "ranks": RANKS,
     "mesh": "dp=2,shard=2", "steps": STEPS, "batch": 32, "context": 128, "seed": 1, "lr": 2e-3,
     "model": {"parameters": LAYERS * LAYER_NUMEL + ROOT_NUMEL, "dim": DIM, "layers": LAYERS,
               "heads": 8, "kv_heads": 4, "hidden": 704},

@@ -107,16 +107,48 @@ TEST(Report, NamesWhatCannotBeRead) {
   };
   expect_refused(folder + "/none", "there is no folder");
   expect_refused(folder, "is not the folder of a run: it has no metrics.jsonl");
-  write(folder + "/metrics.jsonl", "{\"step\": 1, \"loss\": 1}\nnonsense\n{\"step\": 2}\n");
-  expect_refused(folder, "metrics.jsonl line 2");
-  write(folder + "/metrics.jsonl", "{\"step\": 1, \"loss\": 1}\n");
-  write(folder + "/groups.json", "[1,");
-  expect_refused(folder, "groups.json is not JSON");
-  write(folder + "/groups.json", "[]");
+  write(folder + "/metrics.jsonl", "nonsense\n{\"stepp\": 2}\n");
+  expect_refused(folder, "metrics.jsonl line 1 is not an object with a step");
+}
+
+TEST(Report, LeavesOutWhatIsDamagedAndSaysSo) {
+  const auto folder = temporary_folder();
   write(
-      folder + "/trace.json",
-      R"({"traceEvents": [{"ph": "X", "cat": "step", "ts": 1, "dur": 2}]})");
-  expect_refused(folder, "trace.json is not a trace of fsdp");
+      folder + "/metrics.jsonl",
+      "{\"step\": 1, \"loss\": 1}\nnonsense\n{\"step\": \"2\"}\n"
+      "{\"step\": 1.5}\n{\"step\": 3, \"loss\": 1}\n");
+  const auto expect_warned = [&](const std::string& message) {
+    const auto ended = run({"report", folder});
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+    EXPECT_NE(ended.output.find(message), std::string::npos) << ended.output;
+    EXPECT_EQ(data_in(folder)["metrics"].size(), 2) << message;
+  };
+  expect_warned("metrics.jsonl line 2 is not an object with a step, and so are 2 more; left out");
+  write(folder + "/groups.json", "[1,");
+  expect_warned("groups.json is damaged, and left out of the page: ");
+  write(folder + "/groups.json", "{}");
+  expect_warned("groups.json is no list of groups, which is left out of the page");
+  write(folder + "/config.json", "[]");
+  expect_warned("config.json is no object of options, which is left out of the page");
+  for (const auto* trace :
+       {R"({"traceEvents": [{"ph": "X", "cat": "step", "ts": 1, "dur": 2}]})", "{\"traceEv"}) {
+    write(folder + "/trace.json", trace);
+    expect_warned("trace.json is damaged, and left out of the page: ");
+    EXPECT_TRUE(data_in(folder)["trace"].is_null());
+  }
+}
+
+TEST(Report, AFullDiskHasItsCode) {
+  if (run_script("test -w /dev/full").exit_code != 0) {
+    GTEST_SKIP() << "no /dev/full here";
+  }
+  const auto folder = temporary_folder();
+  write(folder + "/metrics.jsonl", "{\"step\": 1, \"loss\": 1}\n");
+  run_script("ln -s /dev/full " + folder + "/report.html.new");
+  const auto ended = run({"report", folder});
+  EXPECT_EQ(ended.exit_code, 4) << ended.output;
+  EXPECT_NE(ended.output.find("report.html cannot be written: No space left"), std::string::npos)
+      << ended.output;
 }
 
 } // namespace

@@ -241,6 +241,47 @@ TEST(Run, TellsExitCodesFromSignals) {
   EXPECT_TRUE(contains(ended.output, "last words:\n  why\n"));
 }
 
+TEST(Run, ARankThatWasAskedToEndIsNoFailure) {
+  // Whoever got a signal would not say "done".
+  const auto ended = run(
+      {"run", "-n", "3", "--", "sh", "-c",
+       "[ $RANK = 1 ] && exit 143; sleep 2; echo done; exit 143"});
+  EXPECT_EQ(ended.exit_code, 143) << ended.output;
+  EXPECT_EQ(count(ended.output, "done\n"), 2) << ended.output;
+  EXPECT_EQ(count(ended.output, "fsdp run:"), 0) << ended.output;
+  // Not every rank has to be one of them.
+  const auto one = run({"run", "-n", "2", "--", "sh", "-c", "[ $RANK = 1 ] && exit 130; sleep 1"});
+  EXPECT_EQ(one.exit_code, 130) << one.output;
+  EXPECT_EQ(one.output, "");
+}
+
+TEST(Run, ARankThatWasKilledIsAFailureAndSoIsOneThatFailsLater) {
+  const auto killed =
+      run({"run", "-n", "2", "--", "sh", "-c", "[ $RANK = 1 ] && kill -TERM $$; sleep 60"});
+  EXPECT_EQ(killed.exit_code, 143) << killed.output;
+  EXPECT_TRUE(contains(killed.output, "rank 1 failed first, with signal 15 (Terminated)"));
+  const auto later = run(
+      {"run", "-n", "3", "--", "sh", "-c",
+       "[ $RANK = 1 ] && exit 143; [ $RANK = 0 ] && sleep 60; sleep 1; exit 3"});
+  EXPECT_EQ(later.exit_code, 3) << later.output;
+  EXPECT_TRUE(contains(later.output, "rank 2 failed first, with exit code 3"));
+}
+
+TEST(Run, APersonsSignalGoesToEveryRankOnce) {
+  const auto folder = temporary_folder();
+  const auto script = folder + "/rank.sh";
+  std::ofstream(script) << "trap 'echo asked; [ $RANK = 0 ] && exit 143' TERM\n"
+                           "touch $1/ready$RANK\n"
+                           "for i in 1 2 3 4 5 6 7 8; do sleep 0.5; done\n"
+                           "exit 143\n";
+  const auto ended = run_script(
+      "cd " + folder + "; " + kTool + " run -n 2 -- bash rank.sh . & until [ -e " + folder +
+      "/ready0 ] && [ -e " + folder + "/ready1 ]; do sleep 0.1; done; kill -TERM $!; wait $!");
+  EXPECT_EQ(ended.exit_code, 143) << ended.output;
+  EXPECT_EQ(count(ended.output, "] asked\n"), 2) << ended.output;
+  EXPECT_EQ(count(ended.output, "failed"), 0) << ended.output;
+}
+
 TEST(Run, SaysWhyAFileCannotBeRun) {
   const auto folder = temporary_folder();
   const auto script = folder + "/script";

@@ -11,12 +11,8 @@ namespace fsdp::test {
 inline const std::string kTool = FSDP_BIN_DIR "/fsdp";
 
 /// The tool must not inherit what a test harness sets.
-inline const Environment kClean{
-    {"RANK", ""},
-    {"WORLD_SIZE", ""},
-    {"MASTER_ADDR", ""},
-    {"MASTER_PORT", ""},
-    {"OMP_NUM_THREADS", ""}};
+inline const Environment kClean{{"RANK", ""},        {"WORLD_SIZE", ""},      {"MASTER_ADDR", ""},
+                                {"MASTER_PORT", ""}, {"OMP_NUM_THREADS", ""}, {"FSDP_COMMAND", ""}};
 
 inline Ended run(std::vector<std::string> words) {
   words.insert(words.begin(), kTool);

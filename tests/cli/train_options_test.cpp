@@ -1,13 +1,16 @@
 // Options of `fsdp train`: files of them, what is written down, how a run is ended.
+#include <fsdp/error.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
 #include "cli/config/config_file.h"
 #include "cli/config/mesh_option.h"
 #include "cli/config/presets.h"
+#include "cli/invocation.h"
 #include "cli/nearest.h"
 #include "cli/tiny_run.h"
 #include "cli/train/curve.h"
@@ -78,6 +81,79 @@ TEST(ConfigFile, RefusesWhatItDoesNotKnow) {
   EXPECT_TRUE(contains(broken.output, "a.json is not JSON: "));
 }
 
+TEST(ConfigFile, AnEmptyValueTakesNoOtherOption) {
+  const Words expected{"--run", "", "--steps=3"};
+  EXPECT_EQ(cli::config_words(file_with("a.json", R"({"run": "", "steps": 3})")), expected);
+  EXPECT_EQ(cli::config_words(file_with("a.toml", "run = \"\"\nsteps = 3\n")), expected);
+  EXPECT_EQ(cli::expand_config({"--run=", "--steps", "3"}), (Words{"--run", "", "--steps", "3"}));
+  const auto file = file_with("a.json", R"({"data": "", "steps": 3, "seed": 8})");
+  const auto ended = run({"train", "--config", file, "--dry-run"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(contains(ended.output, "run       3 steps of "));
+  EXPECT_TRUE(contains(ended.output, ", seed 8\n"));
+}
+
+TEST(ConfigFile, RefusesWhatIsNoFileOfOptions) {
+  const auto refusal = [](const std::string& path) {
+    return message_of<ConfigError>([&] { cli::config_words(path); });
+  };
+  EXPECT_TRUE(contains(refusal(temporary_folder()), " is a folder, not a file"));
+  EXPECT_TRUE(
+      contains(refusal(file_with("a.json", "[\"steps\", 3]")), " is JSON, but not an object"));
+  EXPECT_TRUE(contains(refusal(file_with("a.json", "3")), " is JSON, but not an object"));
+  EXPECT_TRUE(contains(refusal(file_with("a.json", R"({"config": ""})")), "names a file itself"));
+  EXPECT_EQ(cli::config_words(file_with("a.toml", "[model]\ndim = 64\n")), Words{"--dim=64"});
+}
+
+TEST(ConfigFile, WhatContradictsTheCommandLineIsLeftOut) {
+  const auto json =
+      file_with("a.json", R"({"mesh": "dp=2,shard=4", "quiet": true, "no-save": true, "dim": 64})");
+  const auto toml =
+      file_with("a.toml", "quiet = true\nno-save = true\ndim = 64\n[mesh]\ndp = 2\nshard = 4\n");
+  for (const auto& file : {json, toml}) {
+    const auto with = [&](Words words) {
+      words.insert(words.begin(), {"--config", file});
+      auto result = cli::expand_config(words);
+      std::sort(result.begin(), result.end());
+      return result;
+    };
+    EXPECT_EQ(
+        with({"--ranks=6"}),
+        (Words{"--dim=64", "--mesh=dp=2", "--no-save=true", "--quiet=true", "--ranks=6"}));
+    EXPECT_EQ(
+        with({"--json", "--run=x"}),
+        (Words{"--dim=64", "--json", "--mesh=dp=2,shard=4", "--run=x"}));
+    EXPECT_EQ(
+        with({"--json=false", "--model=small"}),
+        (Words{
+            "--json=false", "--mesh=dp=2,shard=4", "--model=small", "--no-save=true",
+            "--quiet=true"}));
+  }
+  EXPECT_EQ(
+      cli::expand_config({"--config", file_with("a.json", R"({"ranks": 2})"), "--mesh=shard=3"}),
+      Words{"--mesh=shard=3"});
+}
+
+TEST(ConfigFile, ThatOfARunTrainsOnAnotherNumberOfRanks) {
+  const auto run_folder = temporary_folder() + "/run";
+  const auto first = run(
+      tiny_options(text_file(), {"--steps", "2", "--ranks", "2", "--run", run_folder, "--quiet"}));
+  ASSERT_EQ(first.exit_code, 0) << first.output;
+  const auto ended = run(
+      {"train", "--config", run_folder + "/config.json", "--ranks", "4", "--run", run_folder + "2",
+       "--quiet"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_EQ(Json::parse(std::ifstream(run_folder + "2/config.json"))["mesh"], "shard=4");
+}
+
+TEST(ConfigFile, AFlagThatIsOffContradictsNothing) {
+  const auto file = file_with(
+      "a.json", R"({"quiet": false, "json": true, "no-save": false, "run": "x", "save-every": 0})");
+  const auto ended = run({"train", "--config", file, "--dry-run"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_EQ(ended.output.find("{\"event\":\"plan\""), 0u) << ended.output;
+}
+
 // ------------------------------------------------------------ Small pieces
 
 TEST(Nearest, FindsWhatWasMeant) {
@@ -88,12 +164,28 @@ TEST(Nearest, FindsWhatWasMeant) {
   EXPECT_EQ(cli::nearest("--xylophone", {"--seed", "--steps"}), "");
 }
 
+TEST(Invocation, WordsAreQuotedWhereAShellNeedsIt) {
+  EXPECT_EQ(cli::quoted("runs/20261115-185244"), "runs/20261115-185244");
+  EXPECT_EQ(cli::quoted("my runs/1"), "'my runs/1'");
+  EXPECT_EQ(cli::quoted("it's"), "'it'\\''s'");
+  EXPECT_EQ(cli::quoted(""), "''");
+}
+
 TEST(MeshOption, ShardTakesTheRest) {
   EXPECT_EQ(cli::parse_mesh("", 4), (cli::MeshShape{.shard = 4}));
   EXPECT_EQ(cli::parse_mesh("tp=2", 8), (cli::MeshShape{.shard = 4, .tensor = 2}));
   EXPECT_EQ(
       cli::parse_mesh("replicate=2,shard=3", {}), (cli::MeshShape{.replicate = 2, .shard = 3}));
   EXPECT_EQ(cli::parse_mesh("dp=2,shard=2,tp=2", 8).str(), "dp=2,shard=2,tp=2");
+}
+
+TEST(MeshOption, HasBounds) {
+  const auto refusal = [](const std::string& text, std::optional<int64_t> ranks) {
+    return message_of<ConfigError>([&] { cli::parse_mesh(text, ranks); });
+  };
+  EXPECT_TRUE(contains(refusal("shard=9999999999", {}), "1 or more, and 1048576 at most"));
+  EXPECT_TRUE(contains(refusal("dp=1048576,shard=1048576", {}), "ranks are too many"));
+  EXPECT_TRUE(contains(refusal("", 2'000'000), "--ranks: 2000000 ranks are too many"));
 }
 
 TEST(Presets, HaveTheSizesOfTheirNames) {
@@ -130,6 +222,66 @@ TEST(TrainScreen, DryRunOfSeventyBillionParameters) {
   EXPECT_TRUE(contains(ended.output, "81 reduce-scatters of "));
 }
 
+TEST(TrainScreen, ADryRunPrintsThePlanHoweverItIsAsked) {
+  const auto data = text_file();
+  const auto dry = [&](const Words& more) { return run(tiny_options(data, more)); };
+  const auto quiet = dry({"--dry-run", "--quiet"});
+  EXPECT_EQ(quiet.exit_code, 0) << quiet.output;
+  EXPECT_EQ(quiet.output.find("model     "), 0u) << quiet.output;
+  EXPECT_TRUE(contains(quiet.output, "\ntext      " + data + ": 1 file, "));
+  const auto json = dry({"--dry-run", "--json", "--mesh", "shard=2,tp=2"});
+  EXPECT_EQ(json.exit_code, 0) << json.output;
+  EXPECT_EQ(count(json.output, "\n"), 1) << json.output;
+  const auto plan = Json::parse(json.output);
+  EXPECT_EQ(plan["event"], "plan");
+  EXPECT_EQ(plan["traffic"].back()["axis"], "tp");
+  EXPECT_EQ(plan["traffic"].back()["count"], 12); // 4 of each layer, and 4
+  const auto refused = [&](const Words& more, const std::string& part) {
+    const auto ended = dry(more);
+    EXPECT_EQ(ended.exit_code, 2) << ended.output;
+    EXPECT_TRUE(contains(ended.output, part));
+  };
+  refused({"--dry-run", "--data", "/no/such/text"}, "--data: there is no file or folder");
+  refused({"--dry-run", "--data", file_with("empty", "")}, "is too short: it has 0 bytes");
+  refused({"--dry-run", "--context", "100000"}, "too little text for it");
+  refused({"--dry-run", "--resume", "runs/x"}, "--dry-run and --resume contradict each other");
+  refused({"--dry-run", "--batch", "4611686018427387904"}, "it must be 16777216 or less");
+  refused({"--dry-run", "--accumulate", "9223372036854775807"}, "it must be 16777216 or less");
+}
+
+TEST(TrainScreen, TheCommandThatGoesOnWorksAsItIsPrinted) {
+  const auto folder = temporary_folder() + "/with a space";
+  const auto ended = run_script(
+      "mkdir '" + folder + "' && cd '" + folder + "' && ln -s " + kTool + " fsdp && ./fsdp" +
+      joined(tiny_options(text_file(), {"--steps", "2", "--run", "'a run/of mine'"})) +
+      " > printed && sed -n 's/^saved .*; to train on: //p' printed | tee again && bash again");
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_EQ(ended.output.find("./fsdp train --resume 'a run/of mine' --steps 4\n"), 0u)
+      << ended.output;
+  EXPECT_EQ(metrics_of(folder + "/a run/of mine").size(), 4u);
+  const auto started = run_script(
+      "cd '" + folder +
+      "' && FSDP_COMMAND='../my tree/fsdp' ./fsdp train --resume 'a run/of mine' "
+      "--steps 5");
+  EXPECT_TRUE(contains(started.output, "; to train on: '../my tree/fsdp' train --resume "));
+}
+
+TEST(TrainScreen, WhatWasNotWrittenIsNotNamed) {
+  const auto run_folder = temporary_folder() + "/run";
+  run_script("mkdir -p " + run_folder + "/trace.json"); // no file can be written there
+  const auto ended = run(tiny_options(text_file(), {"--steps", "3", "--run", run_folder}));
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  EXPECT_TRUE(contains(ended.output, "fsdp: no timeline: "));
+  EXPECT_TRUE(contains(ended.output, "report    " + run_folder + "/report.html\n"));
+  const auto none = temporary_folder() + "/run";
+  run_script("mkdir -p " + none + "/trace.json " + none + "/report.html");
+  const auto neither = run(tiny_options(text_file(), {"--steps", "3", "--run", none}));
+  EXPECT_EQ(neither.exit_code, 0) << neither.output;
+  EXPECT_TRUE(contains(neither.output, "fsdp: no report: "));
+  EXPECT_EQ(count(neither.output, "report.html;"), 0) << neither.output;
+  EXPECT_EQ(count(neither.output, "\nreport    "), 0) << neither.output;
+}
+
 TEST(TrainScreen, JsonIsOneObjectPerLine) {
   const auto ended = run(tiny(text_file(), {"--json", "--steps", "3", "--ranks", "2"}));
   ASSERT_EQ(ended.exit_code, 0) << ended.output;
@@ -150,6 +302,17 @@ TEST(TrainScreen, GenerateGoesOnFromACheckpoint) {
   EXPECT_EQ(once.output.find("for ("), 0u) << once.output;
   EXPECT_EQ(once.output.size(), 26u) << once.output;
   EXPECT_EQ(run(words).output, once.output);
+  for (const auto* temperature : {"-1", "nan", "inf"}) {
+    const auto refused =
+        run({"generate", "--checkpoint", run_folder, "--temperature", temperature});
+    EXPECT_EQ(refused.exit_code, 2) << refused.output;
+    EXPECT_TRUE(contains(refused.output, "it must be 0 (the likeliest byte each time) or more"));
+  }
+  auto coldest = words;
+  coldest.insert(coldest.end(), {"--temperature", "0"});
+  auto cold = words;
+  cold.insert(cold.end(), {"--temperature", "1e-300"});
+  EXPECT_EQ(run(cold).output, run(coldest).output);
   const auto none = run({"generate", "--checkpoint", "/no/such/run"});
   EXPECT_EQ(none.exit_code, 2);
   EXPECT_TRUE(contains(none.output, "--checkpoint: there is no complete checkpoint in "));
@@ -183,7 +346,7 @@ TEST(TrainSignals, FinishesTheStepSavesAndGoesOnLater) {
     const auto ended = interrupted(words, run_folder, std::string("kill -") + name + " $!;");
     EXPECT_EQ(ended.exit_code, code) << ended.output;
     EXPECT_TRUE(contains(ended.output, std::string("stopped   by SIG") + name + " after step "));
-    EXPECT_TRUE(contains(ended.output, "; to go on: fsdp train --resume " + run_folder));
+    EXPECT_TRUE(contains(ended.output, "; to go on: " + kTool + " train --resume " + run_folder));
     const auto done = metrics_of(run_folder).size();
     const auto rest =
         run({"train", "--resume", run_folder, "--steps", std::to_string(done + 2), "--quiet"});

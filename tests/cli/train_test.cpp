@@ -86,22 +86,36 @@ TEST(Train, QuietPrintsTheResultOnly) {
 
 TEST(Train, OnATerminalTheProgressIsOneLine) {
   const auto data = text_file();
-  const auto on_terminal = [&](const std::string& variables) {
+  const auto on_terminal = [&](const std::string& variables, const std::string& columns) {
     return run_script(
-        variables + " script -qec '" + kTool + joined(tiny(data)) + "' /dev/null < /dev/null");
+        variables + " script -qec 'stty cols " + columns + "; " + kTool + joined(tiny(data)) +
+        "' /dev/null < /dev/null");
   };
   if (run_script("script --version").exit_code != 0) {
     GTEST_SKIP() << "script (util-linux) is not here to give us a terminal";
   }
-  const auto colored = on_terminal("TERM=xterm");
+  const auto colored = on_terminal("TERM=xterm", "130");
   EXPECT_EQ(colored.exit_code, 0);
   EXPECT_EQ(count(colored.output, "\r\x1b[Kstep "), 30) << colored.output;
   EXPECT_TRUE(contains(colored.output, "step 30/30  ####################  loss "));
+  EXPECT_EQ(count(colored.output, " ms  "), 30) << colored.output;
   EXPECT_TRUE(contains(colored.output, "\x1b[1mresult    \x1b[0mloss 5."));
-  const auto plain = on_terminal("TERM=xterm NO_COLOR=1");
+  const auto plain = on_terminal("TERM=xterm NO_COLOR=1", "130");
   EXPECT_EQ(count(plain.output, "\r\x1b[Kstep "), 30) << plain.output;
   EXPECT_EQ(count(plain.output, "\x1b[1m"), 0) << plain.output;
-  EXPECT_EQ(count(on_terminal("TERM=dumb").output, "\x1b"), 0);
+  EXPECT_EQ(count(on_terminal("TERM=dumb", "130").output, "\x1b"), 0);
+  for (const size_t columns : {size_t{80}, size_t{30}}) {
+    const auto narrow = on_terminal("TERM=xterm", std::to_string(columns)).output;
+    const std::string begin = "\r\x1b[Kstep ";
+    int num_lines = 0;
+    for (size_t at = 0; (at = narrow.find(begin, at)) != std::string::npos; ++num_lines) {
+      at += 4;
+      const auto line = narrow.substr(at, narrow.find('\r', at) - at);
+      EXPECT_LT(line.size(), columns) << line;
+      EXPECT_EQ(line.find(" left") != std::string::npos, columns == 80) << line;
+    }
+    EXPECT_EQ(num_lines, 30) << narrow;
+  }
 }
 
 TEST(Train, RefusesWhatMakesNoSense) {

@@ -100,6 +100,22 @@ TEST(Corpus, ReadsTheTextBelowAFolderInTheOrderOfTheNames) {
   EXPECT_TRUE(held_out.eq('c').all().item<bool>());
 }
 
+TEST(Corpus, WhatRunsHaveLeftIsNoText) {
+  const auto folder = test::temporary_folder();
+  for (const auto* name : {"/runs", "/runs/one", "/runs/half"}) {
+    mkdir((folder + name).c_str(), 0700);
+  }
+  std::ofstream(folder + "/a.txt") << std::string(100, 'a');
+  std::ofstream(folder + "/runs/one/metrics.jsonl") << "{}";
+  std::ofstream(folder + "/runs/one/config.json") << "{}";
+  std::ofstream(folder + "/runs/one/report.html") << "<html>";
+  std::ofstream(folder + "/runs/half/config.json") << std::string(100, 'c'); // of something else
+  const auto corpus = Corpus::read(folder);
+  EXPECT_EQ(corpus.num_files(), 2);
+  EXPECT_EQ(corpus.train_bytes() + corpus.held_out_bytes(), 200);
+  EXPECT_EQ(Corpus::read(folder + "/runs/one").num_files(), 3); // who asks for it gets it
+}
+
 TEST(Corpus, RefusesWhatHasNoText) {
   const auto folder = test::temporary_folder();
   const auto refusal = [](const std::string& path) {
@@ -108,9 +124,13 @@ TEST(Corpus, RefusesWhatHasNoText) {
   EXPECT_TRUE(contains(refusal(folder), "--data: there is no text in "));
   EXPECT_TRUE(contains(refusal(folder + "/none"), "--data: there is no file or folder "));
   EXPECT_TRUE(contains(refusal("/dev/null"), "neither a file nor a folder"));
-  EXPECT_TRUE(contains(
-      message_of<ConfigError>([] { Corpus("too short").check_context(16); }),
-      "give more with --data, or a --context below"));
+  const auto too_short = [](const std::string& text) {
+    return message_of<ConfigError>([&] { Corpus(text).check_context(16); });
+  };
+  EXPECT_TRUE(contains(too_short(""), "--data: text is too short: it has 0 bytes"));
+  EXPECT_TRUE(contains(too_short("tiny"), "and --context 16 needs about 340"));
+  EXPECT_TRUE(
+      contains(too_short(std::string(100, 'x')), "give more with --data, or a --context below 5"));
 }
 
 TEST(Corpus, FindsLibTorchsHeaders) {
@@ -307,38 +327,80 @@ TEST(Trainer, LearnsInLowPrecision) {
   }
 }
 
+/// How many, and their bytes in all.
+using Traffic = std::map<std::string, std::pair<int64_t, int64_t>>;
+
+/// What the step of a rank sends, but for the loss and the norms.
+Traffic traffic_of(Trainer& trainer) {
+  CommDebugMode comm;
+  trainer.step(0);
+  Traffic seen;
+  for (const auto& call : comm.calls()) {
+    const bool is_small = call.op == "all_reduce" && call.bytes <= 256;
+    if (!is_small) {
+      ++seen[call.op].first;
+      seen[call.op].second += call.bytes;
+    }
+  }
+  return seen;
+}
+
+Traffic traffic_of(const Plan& plan) {
+  Traffic planned;
+  for (const auto& kind : plan.traffic) {
+    auto op = kind.op;
+    std::replace(op.begin(), op.end(), '-', '_');
+    planned[op].first += kind.count;
+    planned[op].second += kind.bytes;
+  }
+  return planned;
+}
+
+void expect_planned(const TrainConfig& config, const std::string& what) {
+  const Corpus corpus(sample_text());
+  const auto& mesh = *config.mesh;
+  const auto plan = make_plan(config, mesh);
+  run_ranks(static_cast<int>(mesh.ranks()), [&](int rank) {
+    Trainer trainer(config, corpus);
+    EXPECT_EQ(trainer.num_params(), plan.num_params);
+    if (rank == 0) { // the last ranks may have less
+      EXPECT_EQ(trainer.shard_bytes(), plan.shard_bytes);
+    }
+    EXPECT_EQ(traffic_of(trainer), traffic_of(plan)) << what << " on " << mesh.str();
+  });
+}
+
 TEST(Trainer, DoesWhatThePlanSays) {
   auto config = tiny_config();
   config.model.dim = 24; // padding, over four ranks of shards
   config.model.hidden = 30;
-  const Corpus corpus(sample_text());
   for (const auto& mesh : {MeshShape{.shard = 4}, MeshShape{.replicate = 2, .shard = 2}}) {
     config.mesh = mesh;
-    const auto plan = make_plan(config, mesh);
-    run_ranks(4, [&](int rank) {
-      Trainer trainer(config, corpus);
-      EXPECT_EQ(trainer.num_params(), plan.num_params);
-      if (rank == 0) { // the last ranks may have less
-        EXPECT_EQ(trainer.shard_bytes(), plan.shard_bytes);
-      }
-      CommDebugMode comm;
-      trainer.step(0);
-      std::map<std::string, std::pair<int64_t, int64_t>> seen;
-      for (const auto& call : comm.calls()) {
-        const bool is_small = call.op == "all_reduce" && call.bytes <= 256; // loss and norms
-        if (!is_small) {
-          ++seen[call.op].first;
-          seen[call.op].second += call.bytes;
-        }
-      }
-      for (const auto& kind : plan.traffic) {
-        auto op = kind.op;
-        std::replace(op.begin(), op.end(), '-', '_');
-        EXPECT_EQ(seen[op], std::pair(kind.count, kind.bytes)) << op << " of " << mesh.str();
-      }
-      EXPECT_EQ(seen.size(), plan.traffic.size());
-    });
+    expect_planned(config, "plain");
   }
+}
+
+TEST(Trainer, DoesWhatThePlanSaysOfTensorParallelism) {
+  auto config = tiny_config();
+  config.context = 64; // so that even the smallest is no small one
+  for (const auto& mesh :
+       {MeshShape{.shard = 2, .tensor = 2}, MeshShape{.replicate = 2, .shard = 2, .tensor = 2}}) {
+    config.mesh = mesh;
+    expect_planned(config, "plain");
+  }
+  config.mesh = MeshShape{.shard = 2, .tensor = 2};
+  auto other = config;
+  other.model.tied = true;
+  expect_planned(other, "tied");
+  other = config;
+  other.accumulate = 2;
+  expect_planned(other, "accumulating");
+  other = config;
+  other.activation_checkpointing = true;
+  expect_planned(other, "checkpointing");
+  other = config;
+  other.param_dtype = "bf16";
+  expect_planned(other, "bf16");
 }
 
 TEST(Trainer, NamesTheFirstParameterThatIsNotFinite) {
@@ -417,6 +479,16 @@ TEST(LearningRate, LinearConstantAndByHand) {
   const Schedule constant{.kind = "constant", .lr = 1, .warmup = 4};
   EXPECT_DOUBLE_EQ(learning_rate(constant, 1, 10), 0.5);
   EXPECT_DOUBLE_EQ(learning_rate(constant, 9, 10), 1);
+}
+
+TEST(Progress, TheLeastImportantPiecesGoFirst) {
+  const std::vector<LinePiece> pieces{
+      {"step 1"}, {" ####", 3}, {" loss 2"}, {" norm", 1}, {" x", 2}};
+  EXPECT_EQ(fitted(pieces, 25), "step 1 #### loss 2 norm x");
+  EXPECT_EQ(fitted(pieces, 24), "step 1 loss 2 norm x");
+  EXPECT_EQ(fitted(pieces, 19), "step 1 loss 2 norm");
+  EXPECT_EQ(fitted(pieces, 3), "step 1 loss 2");
+  EXPECT_EQ(fitted({}, 3), "");
 }
 
 TEST(Progress, NumbersAndTextForPeople) {
