@@ -11,6 +11,7 @@
 #include "base/text.h"
 #include "group/flat_views.h"
 #include "param/param_placement.h"
+#include "process_group/observer.h"
 #include "runtime/log.h"
 
 namespace fsdp::detail {
@@ -57,7 +58,8 @@ FSDPParamGroup::FSDPParamGroup(
           std::holds_alternative<CPUOffloadPolicy>(policy.offload)
               ? std::optional(std::get<CPUOffloadPolicy>(policy.offload))
               : std::nullopt),
-      compute_device_(current_device(mesh.mesh.device_type())) {
+      compute_device_(current_device(mesh.mesh.device_type())),
+      from_first_replica_(policy.from_first_replica && replicate_group_) {
   TORCH_CHECK_VALUE(!params.empty(), "[fully_shard] group '", name_, "' has no parameters");
   if (policy.precision.reduce_dtype != param_dtype_) { // else gradients are computed in it
     reduce_dtype = policy.precision.reduce_dtype;
@@ -103,6 +105,9 @@ void FSDPParamGroup::build() {
   }
   layout_ = flat_layout(items, group_.size());
   attach_params();
+  if (from_first_replica_ && !shard_.is_meta()) {
+    take_first_replica();
+  }
   sharded_state_ = ShardedState::Sharded;
   comm->gather_after(StreamEvent::of(optional_current_stream(device())));
 }
@@ -159,6 +164,18 @@ void FSDPParamGroup::attach_params() {
     unsharded_->free();
   }
   plan_ = gather_plan();
+}
+
+/// Replicas that begin with other values would stay different, silently.
+void FSDPParamGroup::take_first_replica() {
+  from_first_replica_ = false;
+  at::NoGradGuard no_grad;
+  const CollectiveLabel collective(name_);
+  const auto values = shard_.to(compute_device_); // offloaded: to where ranks communicate
+  replicate_group_->broadcast(values, /*root=*/0);
+  if (!values.is_same(shard_)) {
+    shard_.copy_(values);
+  }
 }
 
 std::shared_ptr<const GatherPlan> FSDPParamGroup::gather_plan() const {
