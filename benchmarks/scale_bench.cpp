@@ -138,8 +138,8 @@ Point transformer_point(const Settings& settings, const TransformerOptions& mode
   options.optimizer = "none";
   options.clock = settings.clock == CLOCK_MONOTONIC ? "wall" : "cpu";
   const FakeWorld world(options.world_size);
-  Model plain(options, /*sharded=*/false);
-  Model sharded(options, /*sharded=*/true);
+  Model plain(options, Sharding::None);
+  Model sharded(options, Sharding::Full);
   const auto time = [&](Model& model_of) { return model_of.time(settings.steps)[Step]; };
   const std::function<double()> of_plain = [&] { return time(plain); };
   const std::function<double()> of_sharded = [&] { return time(sharded); };
