@@ -5,7 +5,7 @@
 
 #include <utility>
 
-#include "collective/over_ranks.h"
+#include "collective/copy_pieces.h"
 
 namespace fsdp::detail {
 
@@ -45,9 +45,16 @@ Gathered start_placed_gather(
 }
 
 void copy_out(const at::Tensor& buffer, const GatherPlan& plan, const at::Tensor& whole) {
-  const auto rows = buffer.view({plan.ranks, plan.in_numel}).unbind(0);
-  over_ranks(
-      plan.ranks, plan.in_numel, [&](int64_t rank) { place(whole, rows[rank], plan, rank); });
+  const auto size = static_cast<int64_t>(buffer.element_size());
+  for (const auto& part : plan.parts) {
+    copy_pieces(
+        {.to = static_cast<char*>(whole.data_ptr()) + part.out * size,
+         .to_step = part.numel * size,
+         .from = static_cast<const char*>(buffer.const_data_ptr()) + part.in * size,
+         .from_step = plan.in_numel * size,
+         .size = part.numel * size,
+         .bytes = part.whole * size});
+  }
 }
 
 void copy_out(
