@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "collective/comm.h"
 #include "collective/copy_pieces.h"
 
 namespace fsdp::detail {
@@ -95,7 +96,12 @@ Reducing start_reduce(
   }
   inputs.clear();
   Reducing reducing;
-  reducing.input = comm.allocate({num_ranks * shard_numel}, options);
+  const auto allocate = [&](int64_t numel) {
+    auto flat = comm.allocate({numel}, options);
+    check_flat(flat, numel, request.reduce_dtype, "the reduce-scatter's allocate");
+    return flat;
+  };
+  reducing.input = allocate(num_ranks * shard_numel);
   if (!grads.empty()) {
     lay_out(reducing.input, grads, num_ranks);
   }
@@ -109,10 +115,11 @@ Reducing start_reduce(
     reducing.output = reducing.input;
     return reducing;
   }
-  reducing.output = comm.allocate({shard_numel}, options);
+  reducing.output = allocate(shard_numel);
   reducing.work = comm(
       reducing.output, reducing.input, group, request.factors.reduce_scatter_op,
       /*async_op=*/true);
+  check_flat(reducing.output, shard_numel, request.reduce_dtype, "the reduce-scatter");
   return reducing;
 }
 
