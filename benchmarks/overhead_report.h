@@ -97,7 +97,7 @@ class Report {
     const std::pair<char, const char*> names[] = {
         {'a', "a  C++"},
         {'b', "b  C++ fully_shard"},
-        {'e', "e  b but small ones"},
+        {'e', "e  b, small ones whole"},
         {'c', "c  Python"},
         {'d', "d  Python FSDP2"}};
     for (const auto& [form, name] : names) {

@@ -289,6 +289,9 @@ std::map<std::string, Rounds> measure(const Options& options, int num_ranks) {
 /// some 30 times the tolerance.
 std::string loss_difference(const std::map<std::string, Rounds>& rounds, int num_ranks) {
   constexpr double kTolerance = 1e-5;
+  if (rounds.empty()) {
+    return "none could start";
+  }
   const auto& [first, expected] = *rounds.begin();
   for (const auto& [kind, each] : rounds) {
     const auto& x = each.losses;

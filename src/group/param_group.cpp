@@ -11,6 +11,7 @@
 #include "base/text.h"
 #include "group/flat_views.h"
 #include "param/param_placement.h"
+#include "param/unfilled.h"
 #include "process_group/observer.h"
 #include "runtime/log.h"
 
@@ -72,6 +73,9 @@ FSDPParamGroup::FSDPParamGroup(
             spec.name, spec.param.sizes().vec(), spec.shard_dim, group_.size(), group_.rank())));
   }
   build();
+  if (from_first_replica_) {
+    take_first_replica();
+  }
 }
 
 void FSDPParamGroup::set_name(const std::string& name, bool one_of_several) {
@@ -105,9 +109,6 @@ void FSDPParamGroup::build() {
   }
   layout_ = flat_layout(items, group_.size());
   attach_params();
-  if (from_first_replica_ && !shard_.is_meta()) {
-    take_first_replica();
-  }
   sharded_state_ = ShardedState::Sharded;
   comm->gather_after(StreamEvent::of(optional_current_stream(device())));
 }
@@ -166,8 +167,15 @@ void FSDPParamGroup::attach_params() {
   plan_ = gather_plan();
 }
 
-/// Replicas that begin with other values would stay different, silently.
+/// Replicas that begin with other values would stay different, silently. Once, and
+/// nothing without values yet.
 void FSDPParamGroup::take_first_replica() {
+  const bool has_values = std::none_of(params_.begin(), params_.end(), [](const auto& param) {
+    return param->tensor().is_meta() || is_unfilled(param->tensor());
+  });
+  if (!has_values) {
+    return;
+  }
   from_first_replica_ = false;
   at::NoGradGuard no_grad;
   const CollectiveLabel collective(name_);
@@ -176,6 +184,7 @@ void FSDPParamGroup::take_first_replica() {
   if (!values.is_same(shard_)) {
     shard_.copy_(values);
   }
+  comm->gather_after(StreamEvent::of(optional_current_stream(device())));
 }
 
 std::shared_ptr<const GatherPlan> FSDPParamGroup::gather_plan() const {
@@ -235,6 +244,9 @@ void FSDPParamGroup::lazy_init() {
       "; move the module there, or shard it over a mesh of its device");
   if (was_changed()) {
     to_sharded(); // adopts
+  }
+  if (from_first_replica_) {
+    take_first_replica();
   }
 }
 

@@ -260,6 +260,9 @@ TEST(MinShardNumel, AlsoOfParametersThatGetTheirValuesLater) {
     fully_shard(net, {.mesh = mesh, .min_shard_numel = 64});
     EXPECT_EQ(comm.total(), 0);
     to_empty(net, torch::Device(test_device()));
+    EXPECT_TRUE(contains(
+        message_of<c10::Error>([&] { stack_loss(net, 0); }), "nobody has written to these"));
+    EXPECT_EQ(comm.total(), 0); // there was nothing to send
     {
       torch::NoGradGuard no_grad;
       for (const auto& param : net->parameters()) {
