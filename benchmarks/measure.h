@@ -12,7 +12,7 @@
 
 namespace bench {
 
-/// Seconds by the wall clock, or of this process on a processor.
+/// Seconds by the wall clock, or of this process or thread on a processor.
 inline double now(clockid_t clock = CLOCK_MONOTONIC) {
   timespec time;
   clock_gettime(clock, &time);
@@ -56,6 +56,7 @@ std::vector<double> by_round(size_t rounds, Combine combine) {
 /// `y` as `intercept + slope * x`, by least squares.
 struct Line {
   double intercept = 0, slope = 0;
+  double r2 = 0;    // the share of y's variance that it explains
   double worst = 0; // largest distance of a point from it, as a share of the point
 
   Line(const std::vector<double>& x, const std::vector<double>& y) {
@@ -69,9 +70,14 @@ struct Line {
     }
     slope = (n * sum_xy - sum_x * sum_y) / (n * sum_xx - sum_x * sum_x);
     intercept = (sum_y - slope * sum_x) / n;
+    double around_line = 0, around_mean = 0;
     for (size_t i = 0; i < x.size(); ++i) {
-      worst = std::max(worst, std::abs(intercept + slope * x[i] - y[i]) / std::abs(y[i]));
+      const auto off = intercept + slope * x[i] - y[i];
+      worst = std::max(worst, std::abs(off) / std::abs(y[i]));
+      around_line += off * off;
+      around_mean += (y[i] - sum_y / n) * (y[i] - sum_y / n);
     }
+    r2 = around_mean > 0 ? 1 - around_line / around_mean : 1;
   }
 };
 

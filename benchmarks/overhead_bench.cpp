@@ -4,7 +4,9 @@
 //   a  plain C++      b  C++ with fsdp::fully_shard, over the `fake` backend
 //   c  plain Python   d  Python with FSDP2's fully_shard, over torch's fake process group
 //
-// so (b - a) / groups is our host time per group and step, (d - c) / groups Python's.
+// With --min-shard-numel a fifth, e, is b with parameters below that size kept whole.
+//
+// So (b - a) / groups is our host time per group and step, (d - c) / groups Python's.
 // Fake groups only copy memory, and what that takes is measured alone and shown. A form's
 // time in one round is the median of its steps, the figure shown the median of the rounds.
 // Differences and ratios are taken within a round first. A sharded optimizer updates
@@ -86,10 +88,16 @@ std::vector<std::string> check_all(
         what, " agree on loss (", ours.loss, ") and gradients (norm ", ours.grad_norm, ")"));
   };
   compare("a and c", a, answer["plain"]);
-  if (options.min_shard_numel == 0) {      // else there is more on this rank
-    compare("b and d", b, answer["fsdp"]); // both fake groups repeat rank 0's shard
-  }
+  compare("b and d", b, answer["fsdp"]); // both fake groups repeat rank 0's shard
   return said;
+}
+
+std::string check_partly(Model& partly) {
+  const auto e = partly.check();
+  TORCH_CHECK(e.all_reduces > 0, "no parameter is below --min-shard-numel: e is b");
+  return c10::str(
+      "e ran ", e.all_gathers, " all-gathers, ", e.reduce_scatters, " reduce-scatters and ",
+      e.all_reduces, " all-reduces in a step of ", partly.groups(), " modules");
 }
 
 // ------------------------------------------------------------ The fake groups alone
@@ -154,16 +162,32 @@ void print_operators(Model& plain, Model& sharded) {
 
 // ------------------------------------------------------------ Rounds
 
-Measured measure(const Options& options, Model& plain, Model& sharded, Python* python) {
-  Measured result{.groups = sharded.groups()};
+/// The forms that are in this process: a, b, and e if asked for.
+struct Ours {
+  explicit Ours(const Options& options)
+      : plain(options, Sharding::None), sharded(options, Sharding::Full) {
+    if (options.min_shard_numel > 0) {
+      partly.emplace(options, Sharding::ButSmall);
+    }
+  }
+
+  Model plain;
+  Model sharded;
+  std::optional<Model> partly;
+};
+
+Measured measure(const Options& options, Ours& ours, Python* python) {
+  Measured result{.groups = ours.sharded.groups()};
   for (int round = 0; round < options.rounds; ++round) {
-    std::string order = python ? "abcd" : "ab";
+    std::string order = ours.partly ? "abe" : "ab";
+    order += python ? "cd" : "";
     if (round % 2 == 1) {
       std::reverse(order.begin(), order.end());
     }
     for (const char form : order) {
-      const auto times = form == 'a'   ? plain.time(options.steps)
-                         : form == 'b' ? sharded.time(options.steps)
+      const auto times = form == 'a'   ? ours.plain.time(options.steps)
+                         : form == 'b' ? ours.sharded.time(options.steps)
+                         : form == 'e' ? ours.partly->time(options.steps)
                          : form == 'c' ? python->time("plain", options.steps)
                                        : python->time("fsdp", options.steps);
       for (int part = 0; part < kParts; ++part) {
@@ -171,8 +195,11 @@ Measured measure(const Options& options, Model& plain, Model& sharded, Python* p
       }
     }
   }
-  result.phases['b'] = time_phases(sharded, options.steps, options.clock_id());
-  const auto shard_numel = sharded.block_shard_numel(options.world_size);
+  result.phases['b'] = time_phases(ours.sharded, options.steps, options.clock_id());
+  if (ours.partly) {
+    result.phases['e'] = time_phases(*ours.partly, options.steps, options.clock_id());
+  }
+  const auto shard_numel = ours.sharded.block_shard_numel(options.world_size);
   result.ours_fake = time_fake_group(shard_numel, kFakeRepeats, options.clock_id());
   if (python) {
     result.phases['d'] = python->time_phases(options.steps);
@@ -201,22 +228,24 @@ bool sweep(const std::string& program, const Options& options, double min_ratio)
   struct Size {
     const char* what;
     const char* words;
+    int longer = 1; // than the first one's steps, about: so many times fewer of them
   };
   static constexpr Size kSizes[] = {
       {"as promised", ""},
-      {"bf16 parameters", "--dtype bf16"},
+      {"bf16 parameters", "--dtype bf16", 2},
       {"1 parameter per group", "--params-per-group 1"},
-      {"40 parameters per group", "--params-per-group 40"},
+      {"40 parameters per group", "--params-per-group 40", 3},
       {"4 + 1 groups", "--layers 4"},
-      {"64 + 1 groups", "--layers 64"},
-      {"128 + 1 groups", "--layers 128"},
+      {"64 + 1 groups", "--layers 64", 4},
+      {"128 + 1 groups", "--layers 128", 8},
       {"64 ranks", "--world-size 64"},
-      {"1,024 ranks", "--world-size 1024"}};
+      {"1,024 ranks", "--world-size 1024", 4}};
   printf("%-26s %16s %16s %8s %8s\n", "us per group and step", "ours", "Python", "ratio", "d / b");
   bool enough = true;
-  for (const auto& [what, words] : kSizes) {
+  for (const auto& [what, words, longer] : kSizes) {
+    const int steps = std::max(options.steps / longer, std::min(options.steps, 3));
     const auto out = run_size(c10::str(
-        program, " --json --rounds ", options.rounds, " --steps ", options.steps, " --clock ",
+        program, " --json --rounds ", options.rounds, " --steps ", steps, " --clock ",
         options.clock, " --optimizer ", options.optimizer, " --python ", options.python, " ",
         words));
     const auto& costs = out["seconds_per_group_and_step"];
@@ -282,7 +311,8 @@ void add_options(CLI::App& app, Options& options, Task& task) {
       ->capture_default_str();
   app.add_option(
          "--min-shard-numel", options.min_shard_numel,
-         "Ours keeps parameters with fewer elements whole on every rank")
+         "Measure ours also with parameters of fewer elements kept whole on every rank")
+      ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   app.add_option("--rounds", options.rounds, "Rounds, of which the median counts")
       ->check(CLI::PositiveNumber)
@@ -332,29 +362,32 @@ int run(int argc, char** argv) {
   }
   torch::set_num_threads(1);
   fsdp::init_process_group({.backend = "fake", .rank = 0, .world_size = options.world_size});
-  Model plain(options, /*sharded=*/false);
-  Model sharded(options, /*sharded=*/true);
+  Ours ours(options);
   if (alone) {
+    auto& sharded = ours.partly ? *ours.partly : ours.sharded;
     if (task.operators) {
-      print_operators(plain, sharded);
+      print_operators(ours.plain, sharded);
     }
     for (int i = 0; i < task.sharded_steps; ++i) {
       sharded.step();
     }
     for (int i = 0; i < task.plain_steps; ++i) {
-      plain.step();
+      ours.plain.step();
     }
     return 0;
   }
 
-  const auto said = check_all(options, plain, sharded, python.get());
-  const auto groups = sharded.groups();
+  auto said = check_all(options, ours.plain, ours.sharded, python.get());
+  if (ours.partly) {
+    said.push_back(check_partly(*ours.partly));
+  }
+  const auto groups = ours.sharded.groups();
   if (!task.as_json) {
     printf(
         "dim %ld, %ld layers, sequence %ld, world size %d: %ld groups, %zu parameters, %s, "
         "optimizer %s, one thread, %s clock\n",
         options.model.dim, options.model.layers, options.sequence, options.world_size, groups,
-        sharded.shapes().size(), options.dtype.c_str(), options.optimizer.c_str(),
+        ours.sharded.shapes().size(), options.dtype.c_str(), options.optimizer.c_str(),
         options.clock.c_str());
     for (const auto& sentence : said) {
       printf("checked: %s\n", sentence.c_str());
@@ -365,7 +398,7 @@ int run(int argc, char** argv) {
   if (task.only_check) {
     return python ? 0 : 1;
   }
-  const Report report(measure(options, plain, sharded, python.get()));
+  const Report report(measure(options, ours, python.get()));
   if (task.as_json) {
     auto out = report.to_json();
     out["options"] = describe(options, groups);

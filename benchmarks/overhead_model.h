@@ -21,7 +21,7 @@ struct Options {
   TransformerOptions model;
   int64_t sequence = 16;
   int world_size = 8;
-  int64_t min_shard_numel = 0; // of ours
+  int64_t min_shard_numel = 0; // of form e
   int rounds = 11;
   int steps = 20;
   std::string dtype = "fp32";
@@ -52,11 +52,16 @@ struct Checked {
   double grad_norm = 0; // of this rank's shards
   int64_t all_gathers = 0;
   int64_t reduce_scatters = 0;
+  int64_t all_reduces = 0;
 };
+
+/// Which parameters are sharded: none, all, or those that are not below
+/// `min_shard_numel`.
+enum class Sharding { None, Full, ButSmall };
 
 class Model {
  public:
-  Model(const Options& options, bool sharded)
+  Model(const Options& options, Sharding sharding)
       : net_(options.model),
         clock_(options.clock_id()),
         batch_(/*size=*/1, options.sequence, options.model.vocabulary) {
@@ -64,11 +69,11 @@ class Model {
     for (const auto& item : net_->named_parameters()) {
       shapes_[item.key()] = item.value().sizes().vec();
     }
-    if (sharded) {
+    if (sharding != Sharding::None) {
       fsdp::FullyShardOptions how{
           .mesh = fsdp::init_device_mesh(torch::kCPU, {options.world_size}, {"dp"}),
           .reshard_after_forward = true,
-          .min_shard_numel = options.min_shard_numel};
+          .min_shard_numel = sharding == Sharding::ButSmall ? options.min_shard_numel : 0};
       if (options.is_bf16()) {
         how.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
       }
@@ -133,6 +138,7 @@ class Model {
       result.loss = forward_backward().item<double>();
       result.all_gathers = comm.count("all_gather");
       result.reduce_scatters = comm.count("reduce_scatter");
+      result.all_reduces = comm.count("all_reduce");
     }
     double square = 0;
     for (const auto& parameter : parameters_) {

@@ -18,9 +18,9 @@ namespace bench {
 /// What was measured.
 struct Measured {
   int64_t groups = 0;
-  /// By form (a, b, c, d), then part: the rounds.
+  /// By form (a, b, c, d, e), then part: the rounds.
   std::map<char, std::array<std::vector<double>, kParts>> rounds;
-  /// Seconds per step that a form's engine says it takes: b, and d.
+  /// Seconds per step that a form's engine says it takes: b, d and e.
   std::map<char, PhaseTimes> phases;
   /// What the fake groups take by themselves, per group and step.
   double ours_fake = 0;
@@ -33,7 +33,8 @@ class Report {
   explicit Report(Measured measured)
       : measured_(std::move(measured)),
         groups_(static_cast<double>(measured_.groups)),
-        has_python_(measured_.rounds.contains('c')) {}
+        has_python_(measured_.rounds.contains('c')),
+        has_partly_(measured_.rounds.contains('e')) {}
 
   Figure time(char form, Part part) const {
     return Figure(measured_.rounds.at(form)[part]);
@@ -94,7 +95,11 @@ class Report {
     printf("%-22s %9s %19s", "ms per step", "median", "[quartiles]");
     printf("%19s %12s\n", "forward, backward", "optimizer");
     const std::pair<char, const char*> names[] = {
-        {'a', "a  C++"}, {'b', "b  C++ fully_shard"}, {'c', "c  Python"}, {'d', "d  Python FSDP2"}};
+        {'a', "a  C++"},
+        {'b', "b  C++ fully_shard"},
+        {'e', "e  b, small ones whole"},
+        {'c', "c  Python"},
+        {'d', "d  Python FSDP2"}};
     for (const auto& [form, name] : names) {
       if (!measured_.rounds.contains(form)) {
         continue;
@@ -108,6 +113,10 @@ class Report {
     }
     printf("\n%-22s\n", "us per group and step");
     print_cost("(b - a) / groups", 'b', 'a', measured_.ours_fake);
+    if (has_partly_) {
+      print_cost("(e - a) / groups", 'e', 'a', std::nullopt);
+      print_cost("(e - b) / groups", 'e', 'b', std::nullopt);
+    }
     if (has_python_) {
       print_cost("(d - c) / groups", 'd', 'c', measured_.torch_fake);
     }
@@ -128,6 +137,9 @@ class Report {
   };
   std::vector<Side> sides() const {
     std::vector<Side> sides{{"ours", 'b', 'a'}};
+    if (has_partly_) {
+      sides.push_back({"min_shard_numel", 'e', 'a'});
+    }
     if (has_python_) {
       sides.push_back({"python", 'd', 'c'});
     }
@@ -137,14 +149,17 @@ class Report {
     return measured_.phases.at(form)[phase] / groups_;
   }
 
-  void print_cost(const char* name, char sharded, char plain, double fake) const {
+  void print_cost(const char* name, char sharded, char plain, std::optional<double> fake) const {
     const Figure step(cost(sharded, plain, Step));
     printf(
         "%-22s %9.1f   [%7.1f, %7.1f]", name, step.median * 1e6, step.low * 1e6, step.high * 1e6);
     printf(
-        " %18.1f %12.1f   of which the fake group itself %.1f\n",
-        Figure(cost(sharded, plain, ForwardBackward)).median * 1e6,
-        Figure(cost(sharded, plain, Optimizer)).median * 1e6, fake * 1e6);
+        " %18.1f %12.1f", Figure(cost(sharded, plain, ForwardBackward)).median * 1e6,
+        Figure(cost(sharded, plain, Optimizer)).median * 1e6);
+    if (fake) {
+      printf("   of which the fake group itself %.1f", *fake * 1e6);
+    }
+    printf("\n");
   }
 
   /// The optimizer's is a difference, as above; what the engines' ranges do not
@@ -179,6 +194,7 @@ class Report {
   const Measured measured_;
   const double groups_;
   const bool has_python_;
+  const bool has_partly_;
 };
 
 } // namespace bench

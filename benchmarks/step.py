@@ -1,6 +1,7 @@
 """One rank of the Python side of `./fsdp bench step`, started by it.
 
-Says "ready", then reads "plain N" or "fsdp N" a line and answers with the median seconds of N steps.
+Says "ready", then reads "plain N" or "fsdp N" a line and answers with the median seconds of N steps, and the
+losses of that form's first ones.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from transformer import Transformer, batch_of, fill_parameters, loss_of
 
 HEADS = 4
 VOCABULARY = 256
+FIRST_STEPS = 3
 
 
 class Side:
@@ -27,9 +29,9 @@ class Side:
             for block in self.model.blocks:
                 fully_shard(block, mesh=mesh, reshard_after_forward=True)
             fully_shard(self.model, mesh=mesh, reshard_after_forward=True)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        self.batch = batch_of(options.batch, options.sequence, VOCABULARY)
-        self.step()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.batch = batch_of(options.batch, options.sequence, VOCABULARY, options.rank)
+        self.losses = [self.step() for _ in range(FIRST_STEPS)]
 
     def step(self):
         loss = loss_of(self.model, self.batch)
@@ -65,7 +67,7 @@ def main():
     print("ready", flush=True)
     for line in sys.stdin:
         form, steps = line.split()
-        print(sides[form].time(int(steps)), flush=True)
+        print(sides[form].time(int(steps)), *sides[form].losses, flush=True)
     dist.destroy_process_group()
 
 

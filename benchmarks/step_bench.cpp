@@ -7,7 +7,8 @@
 // All are alive at once and take turns; who is not asked sleeps. Every rank has one thread to
 // compute with. tokens/s are of all ranks together. Exposed is what a step takes longer than
 // the same step of the plain model on every rank: communication that nothing hides, and what
-// sharding costs the host.
+// sharding costs the host. Every rank has a batch of its own, and the losses of its first steps
+// must be the same on all sides: exit 1 otherwise.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -19,6 +20,7 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include <cmath>
 #include <cstdio>
 #include <iostream>
 #include <map>
@@ -50,19 +52,30 @@ struct Options {
   }
 };
 
+/// Seconds of a step, and what the first steps computed: rank after rank.
+struct Timed {
+  double seconds = 0;
+  std::vector<double> losses;
+};
+
 // ------------------------------------------------------------ One rank
+
+constexpr int kFirstSteps = 3; // step.py has the same
 
 /// A model, sharded over the default group or not, and its step.
 class Side {
  public:
   Side(const Options& options, bool sharded)
-      : net_(options.model), batch_(options.batch, options.sequence, options.model.vocabulary) {
+      : net_(options.model),
+        batch_(options.batch, options.sequence, options.model.vocabulary, fsdp::get_rank()) {
     fill_parameters(*net_);
     if (sharded) {
       shard(net_, {.reshard_after_forward = true});
     }
-    optimizer_ = std::make_unique<fsdp::optim::AdamW>(net_->parameters(), /*lr=*/1e-5);
-    step();
+    optimizer_ = std::make_unique<fsdp::optim::AdamW>(net_->parameters(), /*lr=*/1e-4);
+    for (int i = 0; i < kFirstSteps; ++i) {
+      losses_.push_back(step());
+    }
   }
 
   double step() {
@@ -73,8 +86,8 @@ class Side {
     return loss.item<double>();
   }
 
-  /// Median seconds; one step more warms up.
-  double time(int steps) {
+  /// The median; one step more warms up.
+  Timed time(int steps) {
     step();
     std::vector<double> times;
     for (int i = 0; i < steps; ++i) {
@@ -82,12 +95,13 @@ class Side {
       step();
       times.push_back(now() - start);
     }
-    return median(times);
+    return {median(times), losses_};
   }
 
  private:
   Transformer net_;
   const Batch batch_;
+  std::vector<double> losses_; // of the first steps
   std::unique_ptr<fsdp::optim::AdamW> optimizer_;
 };
 
@@ -99,8 +113,8 @@ struct Worker {
   int port = 0;
 };
 
-/// Asked for "plain N" or "fsdp N", answers with the seconds of a step.
-void answer(const std::function<double(bool sharded, int steps)>& time) {
+/// Asked for "plain N" or "fsdp N", answers with the seconds of a step, and losses.
+void answer(const std::function<Timed(bool sharded, int steps)>& time) {
   printf("ready\n");
   fflush(stdout);
   for (std::string line; std::getline(std::cin, line);) {
@@ -108,7 +122,12 @@ void answer(const std::function<double(bool sharded, int steps)>& time) {
     std::string form;
     int steps = 0;
     words >> form >> steps;
-    printf("%.9f\n", time(form == "fsdp", steps));
+    const auto timed = time(form == "fsdp", steps);
+    printf("%.9f", timed.seconds);
+    for (const auto loss : timed.losses) {
+      printf(" %.9f", loss);
+    }
+    printf("\n");
     fflush(stdout);
   }
 }
@@ -128,21 +147,27 @@ void work_over_gloo(const Options& options, const Worker& worker) {
   fsdp::destroy_process_group();
 }
 
+/// Rank 0's seconds.
+Timed of_all(const std::vector<Timed>& ranks) {
+  Timed result{.seconds = ranks.front().seconds, .losses = {}};
+  for (const auto& each : ranks) {
+    result.losses.insert(result.losses.end(), each.losses.begin(), each.losses.end());
+  }
+  return result;
+}
+
 void work_in_threads(const Options& options, const Worker& worker) {
   answer([&](bool sharded, int steps) {
-    double seconds = 0;
+    std::vector<Timed> timed(worker.num_ranks);
     fsdp::run_ranks(
         worker.num_ranks,
         [&](int rank) {
           Side side(options, sharded);
           fsdp::default_group().barrier();
-          const auto time = side.time(steps);
-          if (rank == 0) {
-            seconds = time;
-          }
+          timed[rank] = side.time(steps);
         },
         {.intra_op_threads = 1});
-    return seconds;
+    return of_all(timed);
   });
 }
 
@@ -195,16 +220,20 @@ class Job {
     return is_ready_;
   }
 
-  /// Seconds of a step, of rank 0.
-  double time(const std::string& form, int steps) {
+  Timed time(const std::string& form, int steps) {
     for (auto& child : children_) {
       child->tell(c10::str(form, " ", steps));
     }
-    std::vector<double> seconds;
+    std::vector<Timed> ranks;
     for (auto& child : children_) {
-      seconds.push_back(std::stod(child->answer()));
+      std::istringstream numbers(child->answer());
+      auto& timed = ranks.emplace_back();
+      numbers >> timed.seconds;
+      for (double loss = 0; numbers >> loss;) {
+        timed.losses.push_back(loss);
+      }
     }
-    return seconds.front();
+    return of_all(ranks);
   }
 
  private:
@@ -218,6 +247,8 @@ class Job {
 struct Rounds {
   std::vector<double> plain;
   std::vector<double> sharded;
+  /// Of the first steps: plain, then sharded, rank after rank.
+  std::vector<double> losses;
 
   std::vector<double> exposed() const {
     auto result = sharded;
@@ -241,12 +272,44 @@ std::map<std::string, Rounds> measure(const Options& options, int num_ranks) {
   std::map<std::string, Rounds> rounds;
   for (int round = 0; round < options.rounds; ++round) {
     for (auto& [kind, job] : jobs) {
-      rounds[kind].plain.push_back(job->time("plain", options.steps));
-      rounds[kind].sharded.push_back(job->time("fsdp", options.steps));
+      auto& of_kind = rounds[kind];
+      const auto plain = job->time("plain", options.steps);
+      const auto sharded = job->time("fsdp", options.steps);
+      of_kind.plain.push_back(plain.seconds);
+      of_kind.sharded.push_back(sharded.seconds);
+      of_kind.losses = plain.losses;
+      of_kind.losses.insert(of_kind.losses.end(), sharded.losses.begin(), sharded.losses.end());
     }
     std::reverse(jobs.begin(), jobs.end());
   }
   return rounds;
+}
+
+/// Whether all sides computed the same, and if not who did not; a step changes the loss by
+/// some 30 times the tolerance.
+std::string loss_difference(const std::map<std::string, Rounds>& rounds, int num_ranks) {
+  constexpr double kTolerance = 1e-5;
+  if (rounds.empty()) {
+    return "none could start";
+  }
+  const auto& [first, expected] = *rounds.begin();
+  for (const auto& [kind, each] : rounds) {
+    const auto& x = each.losses;
+    const auto& y = expected.losses;
+    if (x.size() != y.size() || x.size() != 2 * kFirstSteps * static_cast<size_t>(num_ranks)) {
+      return c10::str(kind, " has ", x.size(), " losses, ", first, " ", y.size());
+    }
+    for (size_t i = 0; i < x.size(); ++i) {
+      if (!(std::abs(x[i] - y[i]) <= kTolerance * std::abs(y[i]))) { // NaN too
+        const auto rank = i / kFirstSteps % static_cast<size_t>(num_ranks);
+        return c10::str(
+            "step ", i % kFirstSteps, " of rank ", rank, ", ",
+            i < x.size() / 2 ? "plain" : "sharded", ": ", kind, " has loss ", x[i], ", ", first,
+            " ", y[i]);
+      }
+    }
+  }
+  return "";
 }
 
 /// Ours over gloo, in tokens/s, against Python's; none without.
@@ -273,6 +336,9 @@ void print(const Options& options, int num_ranks, const std::map<std::string, Ro
         step.low * 1e3, step.high * 1e3, options.tokens(num_ranks) / step.median,
         median(each.plain) * 1e3, median(each.exposed()) * 1e3);
   }
+  if (loss_difference(rounds, num_ranks).empty()) {
+    printf("  losses of the first %d steps agree, plain and sharded, on all ranks\n", kFirstSteps);
+  }
   if (const auto ratio = ratio_of(rounds)) {
     printf(
         "  gloo against python, tokens/s: %.2f   [%.2f, %.2f]\n", ratio->median, ratio->low,
@@ -282,13 +348,14 @@ void print(const Options& options, int num_ranks, const std::map<std::string, Ro
 }
 
 json to_json(const Options& options, int num_ranks, const std::map<std::string, Rounds>& rounds) {
-  json out{{"ranks", num_ranks}};
+  json out{{"ranks", num_ranks}, {"losses_agree", loss_difference(rounds, num_ranks).empty()}};
   for (const auto& [kind, each] : rounds) {
     out[kind] = {
         {"seconds_per_step", Figure(each.sharded).to_json()},
         {"tokens_per_second", options.tokens(num_ranks) / median(each.sharded)},
         {"plain_seconds_per_step", Figure(each.plain).to_json()},
-        {"exposed_seconds_per_step", Figure(each.exposed()).to_json()}};
+        {"exposed_seconds_per_step", Figure(each.exposed()).to_json()},
+        {"first_losses", each.losses}};
   }
   if (const auto ratio = ratio_of(rounds)) {
     out["ratio"] = ratio->to_json();
@@ -338,7 +405,7 @@ int run(int argc, char** argv) {
         options.model.dim, options.model.layers, options.batch, options.sequence);
   }
   auto out = json::array();
-  bool enough = true;
+  bool good = true;
   for (const int num_ranks : options.ranks) {
     const auto rounds = measure(options, num_ranks);
     if (as_json) {
@@ -347,12 +414,16 @@ int run(int argc, char** argv) {
       print(options, num_ranks, rounds);
     }
     const auto ratio = ratio_of(rounds);
-    enough = enough && (!min_ratio || (ratio && ratio->median >= *min_ratio));
+    good = good && (!min_ratio || (ratio && ratio->median >= *min_ratio));
+    if (const auto difference = loss_difference(rounds, num_ranks); !difference.empty()) {
+      good = false;
+      fprintf(stderr, "FAIL: the sides do not train alike: %s\n", difference.c_str());
+    }
   }
   if (as_json) {
     std::cout << out << std::endl;
   }
-  return enough ? 0 : 1;
+  return good ? 0 : 1;
 }
 
 } // namespace

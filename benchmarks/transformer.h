@@ -146,13 +146,14 @@ inline void shard(Transformer& net, const fsdp::FullyShardOptions& options) {
   fsdp::fully_shard(net, options);
 }
 
-/// The next token, of a batch that is the same in every language.
+/// The next token, of a batch that is the same in every language; another one for every
+/// `number`.
 struct Batch {
   torch::Tensor tokens;  // batch, sequence
   torch::Tensor targets; // batch * sequence
 
-  Batch(int64_t size, int64_t sequence, int64_t vocabulary) {
-    const auto position = torch::arange(size * sequence);
+  Batch(int64_t size, int64_t sequence, int64_t vocabulary, int64_t number = 0) {
+    const auto position = torch::arange(size * sequence) + 5 * number;
     tokens = (position * 7).remainder(vocabulary).view({size, sequence});
     targets = (position * 11).remainder(vocabulary);
   }

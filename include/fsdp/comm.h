@@ -18,7 +18,9 @@ struct FSDP_API AllGather {
 
   /// `out` (1D) receives the ranks' `in` (1D) one after another. Called on a
   /// stream on which both may be used. With `async_op` it may return before the
-  /// gather is done; the Work is waited for before `out` is read.
+  /// gather is done; the Work is waited for before `out` is read. It fills `out` in
+  /// place. The two never overlap: only the default one is given an `in` that is this
+  /// rank's part of `out`.
   virtual Work operator()(
       at::Tensor& out, const at::Tensor& in, ProcessGroup& group, bool async_op) = 0;
 };
@@ -31,7 +33,7 @@ struct FSDP_API ReduceScatter {
   virtual at::Tensor allocate(at::IntArrayRef sizes, at::TensorOptions options);
 
   /// `in` (1D) holds one part per rank; `out` (1D) receives this rank's,
-  /// reduced by `op`. Otherwise as AllGather.
+  /// reduced by `op`. The two never overlap. Otherwise as AllGather.
   virtual Work operator()(
       at::Tensor& out, const at::Tensor& in, ProcessGroup& group, ReduceOp op, bool async_op) = 0;
 };

@@ -34,9 +34,10 @@ struct FullyShardOptions {
   AnyOffloadPolicy offload_policy = {};
   /// Left alone completely.
   std::vector<at::Tensor> ignored_params = {};
-  /// Parameters with fewer elements stay whole on every rank, as `replicate` keeps
-  /// them, unless `shard_placement_fn` places them: they are a group of their own, with
-  /// an all-reduce and no all-gather. Needs a mesh of one axis. See docs/performance.md.
+  /// Parameters with fewer elements (of the whole, under tensor parallelism too) stay
+  /// whole on every rank, as `replicate` keeps them, unless `shard_placement_fn` places
+  /// them: a group of their own, with an all-reduce and no all-gather. They begin with the
+  /// values of the mesh's first rank, by one broadcast. See docs/performance.md.
   int64_t min_shard_numel = 0;
   /// `mesh` is then one on which the parameters lie already, replicated over
   /// these axes: by distribute_module, or parallelize_module over a slice of it.

@@ -46,6 +46,15 @@ struct FromProcessGroup : Default {
 
 } // namespace
 
+void check_flat(
+    const at::Tensor& flat, int64_t numel, at::ScalarType dtype, std::string_view whose) {
+  TORCH_CHECK_VALUE(
+      flat.defined() && flat.dim() == 1 && flat.numel() == numel && flat.is_contiguous() &&
+          flat.scalar_type() == dtype,
+      "[fully_shard] ", whose, " should leave a contiguous 1D tensor of ", numel, " elements of ",
+      dtype, ", but left ", flat.defined() ? c10::str(flat.scalar_type(), flat.sizes()) : "none");
+}
+
 std::shared_ptr<AllGather> default_all_gather() {
   static const auto comm = std::make_shared<DefaultAllGather>();
   return comm;

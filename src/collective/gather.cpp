@@ -5,7 +5,8 @@
 
 #include <utility>
 
-#include "collective/over_ranks.h"
+#include "collective/comm.h"
+#include "collective/copy_pieces.h"
 
 namespace fsdp::detail {
 
@@ -26,10 +27,15 @@ Gathered start_gather(
     const c10::OptionalStreamGuard on(streams.copy_in);
     gathered.buffer = comm.allocate({input.numel() * group.size()}, input.options());
   }
+  const auto check = [&, numel = input.numel() * group.size(), dtype = input.scalar_type()] {
+    check_flat(gathered.buffer, numel, dtype, "the all-gather");
+  };
+  check();
   gathered.input = std::move(input);
   wait_for_stream(streams.all_gather, streams.copy_in);
   const c10::OptionalStreamGuard on(streams.all_gather);
   gathered.work = comm(gathered.buffer, gathered.input, group, /*async_op=*/true);
+  check();
   gathered.issued = StreamEvent::of(streams.all_gather);
   return gathered;
 }
@@ -45,9 +51,18 @@ Gathered start_placed_gather(
 }
 
 void copy_out(const at::Tensor& buffer, const GatherPlan& plan, const at::Tensor& whole) {
-  const auto rows = buffer.view({plan.ranks, plan.in_numel}).unbind(0);
-  over_ranks(
-      plan.ranks, plan.in_numel, [&](int64_t rank) { place(whole, rows[rank], plan, rank); });
+  TORCH_INTERNAL_ASSERT(
+      buffer.numel() == plan.ranks * plan.in_numel && whole.numel() == plan.out_numel);
+  const auto size = static_cast<int64_t>(buffer.element_size());
+  for (const auto& part : plan.parts) {
+    copy_pieces(
+        {.to = static_cast<char*>(whole.data_ptr()) + part.out * size,
+         .to_step = part.numel * size,
+         .from = static_cast<const char*>(buffer.const_data_ptr()) + part.in * size,
+         .from_step = plan.in_numel * size,
+         .size = part.numel * size,
+         .bytes = part.whole * size});
+  }
 }
 
 void copy_out(

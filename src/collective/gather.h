@@ -16,10 +16,12 @@ namespace fsdp::detail {
 // Note [Flat layout of a group]
 //
 // Every rank's padded shards lie one behind the other in one flat buffer: the
-// all-gather input, without any copy. The gathered buffer holds those of all
-// ranks, rank after rank; copy-out makes of each parameter's pieces one
-// contiguous run, where padding can only come last. So an unsharded parameter
-// is a plain view of the beginning of its run. Reduction goes the other way.
+// all-gather input, as it is or by one copy that casts. The whole parameters are
+// in another one, each a run of all ranks' pieces, where padding can only come
+// last: an unsharded parameter is a plain view of the beginning of its run. A
+// gather that knows the plan makes these runs itself, see Note [Placed
+// all-gathers]; else it leaves the ranks' buffers one behind the other, and
+// copy-out makes them. Reduction goes the other way.
 
 /// Where a gather is queued. Copies into its input go first, on a stream of
 /// their own, so that they overlap the gather before.

@@ -6,7 +6,8 @@
 #include <cstring>
 #include <utility>
 
-#include "collective/over_ranks.h"
+#include "collective/comm.h"
+#include "collective/copy_pieces.h"
 
 namespace fsdp::detail {
 
@@ -21,36 +22,37 @@ at::Tensor by_rows(const ReduceInput& input, int64_t num_ranks) {
   return at::cat(input.grad.chunk(num_ranks, input.shard_dim), /*dim=*/0);
 }
 
+int64_t divide_up(int64_t number, int64_t by) {
+  return (number + by - 1) / by;
+}
+
 /// Every rank's rows of every gradient, rank after rank, and zeros for the rows
-/// that are missing: contiguous ones of one dtype, on the CPU.
+/// that are missing: contiguous ones of one dtype, on the CPU. Work is by gradient and
+/// rank that has rows of it: where ranks outnumber rows, most have none.
 void lay_out_bytes(
     const at::Tensor& flat, const std::vector<at::Tensor>& grads, int64_t num_ranks) {
-  struct Rows {
-    const char* from;
-    int64_t bytes; // of all of them
-    int64_t part;  // of one rank, padded
-  };
-  std::vector<Rows> all;
+  auto* to = static_cast<char*>(flat.data_ptr());
+  const auto shard_bytes = static_cast<int64_t>(flat.nbytes()) / num_ranks;
+  auto complete = num_ranks; // so many have rows of every gradient
+  for (const auto& grad : grads) {
+    complete = std::min(complete, divide_up(grad.size(0), divide_up(grad.size(0), num_ranks)));
+  }
+  std::memset(to + complete * shard_bytes, 0, (num_ranks - complete) * shard_bytes);
   for (const auto& grad : grads) {
     const auto bytes = static_cast<int64_t>(grad.nbytes());
-    const auto padded_rows = (grad.size(0) + num_ranks - 1) / num_ranks;
-    all.push_back(
-        {static_cast<const char*>(grad.const_data_ptr()), bytes,
-         padded_rows * (bytes / grad.size(0))});
+    const auto part = divide_up(grad.size(0), num_ranks) * (bytes / grad.size(0));
+    const Pieces pieces{
+        .to = to,
+        .to_step = shard_bytes,
+        .from = static_cast<const char*>(grad.const_data_ptr()),
+        .from_step = part,
+        .size = part,
+        .bytes = bytes};
+    copy_pieces(pieces);
+    const auto last = bytes - (pieces.number() - 1) * part; // of the last piece
+    std::memset(to + (pieces.number() - 1) * shard_bytes + last, 0, part - last);
+    to += part;
   }
-  const auto numel = flat.numel() / num_ranks;
-  auto* base = static_cast<char*>(flat.data_ptr());
-  const auto shard_bytes = numel * static_cast<int64_t>(flat.element_size());
-  over_ranks(num_ranks, numel, [&](int64_t rank) {
-    auto* to = base + rank * shard_bytes;
-    for (const auto& rows : all) {
-      const auto before = std::min(rank * rows.part, rows.bytes);
-      const auto bytes = std::min(rows.part, rows.bytes - before);
-      std::memcpy(to, rows.from + before, bytes);
-      std::memset(to + bytes, 0, rows.part - bytes);
-      to += rows.part;
-    }
-  });
 }
 
 /// The same for all, with a cast.
@@ -90,12 +92,16 @@ Reducing start_reduce(
     }
     grads.push_back(by_rows(input, num_ranks));
     const auto rows = grads.back().size(0);
-    const auto padded_rows = (rows + num_ranks - 1) / num_ranks;
-    shard_numel += padded_rows * (grads.back().numel() / rows);
+    shard_numel += divide_up(rows, num_ranks) * (grads.back().numel() / rows);
   }
   inputs.clear();
   Reducing reducing;
-  reducing.input = comm.allocate({num_ranks * shard_numel}, options);
+  const auto allocate = [&](int64_t numel) {
+    auto flat = comm.allocate({numel}, options);
+    check_flat(flat, numel, request.reduce_dtype, "the reduce-scatter's allocate");
+    return flat;
+  };
+  reducing.input = allocate(num_ranks * shard_numel);
   if (!grads.empty()) {
     lay_out(reducing.input, grads, num_ranks);
   }
@@ -109,10 +115,11 @@ Reducing start_reduce(
     reducing.output = reducing.input;
     return reducing;
   }
-  reducing.output = comm.allocate({shard_numel}, options);
+  reducing.output = allocate(shard_numel);
   reducing.work = comm(
       reducing.output, reducing.input, group, request.factors.reduce_scatter_op,
       /*async_op=*/true);
+  check_flat(reducing.output, shard_numel, request.reduce_dtype, "the reduce-scatter");
   return reducing;
 }
 

@@ -22,6 +22,7 @@ inline at::Tensor shaped(const at::Tensor& run, const std::vector<int64_t>& size
 /// done for every gradient in every step. Not a view, for autograd.
 inline at::Tensor raw_part(
     const at::Tensor& flat, int64_t offset, const std::vector<int64_t>& sizes) {
+  TORCH_INTERNAL_ASSERT(offset + c10::multiply_integers(sizes) <= flat.numel());
   auto impl = flat.unsafeGetTensorImpl()->shallow_copy_and_detach(
       c10::VariableVersion(0u), /*allow_tensor_metadata_change=*/true);
   impl->set_storage_offset(flat.storage_offset() + offset);

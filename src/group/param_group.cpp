@@ -11,6 +11,8 @@
 #include "base/text.h"
 #include "group/flat_views.h"
 #include "param/param_placement.h"
+#include "param/unfilled.h"
+#include "process_group/observer.h"
 #include "runtime/log.h"
 
 namespace fsdp::detail {
@@ -57,7 +59,8 @@ FSDPParamGroup::FSDPParamGroup(
           std::holds_alternative<CPUOffloadPolicy>(policy.offload)
               ? std::optional(std::get<CPUOffloadPolicy>(policy.offload))
               : std::nullopt),
-      compute_device_(current_device(mesh.mesh.device_type())) {
+      compute_device_(current_device(mesh.mesh.device_type())),
+      from_first_replica_(policy.from_first_replica && replicate_group_) {
   TORCH_CHECK_VALUE(!params.empty(), "[fully_shard] group '", name_, "' has no parameters");
   if (policy.precision.reduce_dtype != param_dtype_) { // else gradients are computed in it
     reduce_dtype = policy.precision.reduce_dtype;
@@ -70,6 +73,9 @@ FSDPParamGroup::FSDPParamGroup(
             spec.name, spec.param.sizes().vec(), spec.shard_dim, group_.size(), group_.rank())));
   }
   build();
+  if (from_first_replica_) {
+    take_first_replica();
+  }
 }
 
 void FSDPParamGroup::set_name(const std::string& name, bool one_of_several) {
@@ -161,6 +167,26 @@ void FSDPParamGroup::attach_params() {
   plan_ = gather_plan();
 }
 
+/// Replicas that begin with other values would stay different, silently. Once, and
+/// nothing without values yet.
+void FSDPParamGroup::take_first_replica() {
+  const bool has_values = std::none_of(params_.begin(), params_.end(), [](const auto& param) {
+    return param->tensor().is_meta() || is_unfilled(param->tensor());
+  });
+  if (!has_values) {
+    return;
+  }
+  from_first_replica_ = false;
+  at::NoGradGuard no_grad;
+  const CollectiveLabel collective(name_);
+  const auto values = shard_.to(compute_device_); // offloaded: to where ranks communicate
+  replicate_group_->broadcast(values, /*root=*/0);
+  if (!values.is_same(shard_)) {
+    shard_.copy_(values);
+  }
+  comm->gather_after(StreamEvent::of(optional_current_stream(device())));
+}
+
 std::shared_ptr<const GatherPlan> FSDPParamGroup::gather_plan() const {
   const bool by_rows = std::all_of(
       params_.begin(), params_.end(), [](const auto& param) { return param->geometry().dim == 0; });
@@ -218,6 +244,9 @@ void FSDPParamGroup::lazy_init() {
       "; move the module there, or shard it over a mesh of its device");
   if (was_changed()) {
     to_sharded(); // adopts
+  }
+  if (from_first_replica_) {
+    take_first_replica();
   }
 }
 

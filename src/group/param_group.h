@@ -31,10 +31,11 @@ struct ParamSpec {
   int64_t shard_dim = 0;
 };
 
-/// In which dtypes a group works, and where its shards are.
+/// In which dtypes a group works, where its shards are, and what they begin with.
 struct GroupPolicy {
   MixedPrecisionPolicy precision;
   AnyOffloadPolicy offload;
+  bool from_first_replica = false; // its values, as soon as there are any
 };
 
 /// Is told of a tensor, and in which member of MemoryStats it counts.
@@ -208,6 +209,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   void discard_pending();
   void forget_pending();
   void attach_params();
+  void take_first_replica();
   std::shared_ptr<const GatherPlan> gather_plan() const;
   void check_host_memory() const;
   at::Tensor gather_input(at::Tensor* buffer);
@@ -258,6 +260,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   const std::optional<at::ScalarType> param_dtype_; // else the parameters' own
   const std::optional<CPUOffloadPolicy> offload_;
   const c10::Device compute_device_; // of offloaded ones
+  bool from_first_replica_;          // until it was done
   FlatLayout layout_;
   std::vector<bool> extended_;         // by parameter, as the layout was made for
   std::vector<int64_t> gather_numels_; // of the plain ones, in the layout's order

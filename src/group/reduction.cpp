@@ -204,12 +204,15 @@ void FSDPParamGroup::call_all_reduce_hook(at::Tensor& flat, const OptionalStream
     return;
   }
   const auto stream = all_reduce_hook_stream_ ? all_reduce_hook_stream_ : current;
+  const auto numel = flat.numel();
+  const auto dtype = flat.scalar_type();
   wait_for_stream(stream, current);
   {
     at::NoGradGuard no_grad;
     const c10::OptionalStreamGuard on(stream);
     all_reduce_hook_(flat);
   }
+  check_flat(flat, numel, dtype, c10::str("the all-reduce hook of '", name_, "'"));
   wait_for_stream(current, stream);
 }
 

@@ -184,17 +184,17 @@ auto on_behalf_of(const std::string& whom, F call) {
 
 /// Over which `min_shard_numel` replicates; none where it has no effect.
 std::optional<detail::DataParallelMesh> mesh_of_small_params(
-    const detail::DataParallelMesh& mesh,
-    const FullyShardOptions& options,
-    const std::string& name) {
+    const detail::DataParallelMesh& mesh, const FullyShardOptions& options) {
   if (options.min_shard_numel <= 0 || !mesh.shard_axis || mesh.shard_group.size() == 1) {
     return std::nullopt;
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      mesh.mesh.ndim() == 1 && !mesh.whole, "[fully_shard] min_shard_numel of ", name,
-      " needs a mesh of one axis, not ", (mesh.whole ? mesh.whole->mesh : mesh.mesh).str(),
-      "; replicate small parameters in modules of their own, by fsdp::replicate");
-  return detail::DataParallelMesh::replicated(mesh.mesh);
+  return mesh.undivided();
+}
+
+/// Of the whole parameter, where this rank has a piece of it.
+int64_t whole_numel(const at::Tensor& param) {
+  const auto spread = detail::Spread::find(param);
+  return spread ? c10::multiply_integers(spread->spec().sizes) : param.numel();
 }
 
 /// One group per mesh, in the order in which these come up.
@@ -204,11 +204,11 @@ FSDPState::Groups make_groups(
     const FullyShardOptions& options,
     const std::string& name) {
   std::vector<std::pair<detail::DataParallelMesh, std::vector<detail::ParamSpec>>> by_mesh;
-  const auto replicas = mesh_of_small_params(mesh, options, name);
+  const auto replicas = mesh_of_small_params(mesh, options);
   for (const auto& [param_name, param] : params) {
     const auto placement =
         options.shard_placement_fn ? options.shard_placement_fn(param_name, param) : std::nullopt;
-    const bool is_small = !placement && param.numel() < options.min_shard_numel;
+    const bool is_small = !placement && whole_numel(param) < options.min_shard_numel;
     const auto over = on_behalf_of("parameter '" + param_name + "' of " + name, [&] {
       return placement && placement->mesh ? detail::DataParallelMesh(*placement->mesh)
              : replicas && is_small       ? *replicas
@@ -223,10 +223,12 @@ FSDPState::Groups make_groups(
     }
     found->second.push_back({param, param_name, placement ? placement->dim : 0});
   }
+  const auto is_of_small_params = [&](const detail::DataParallelMesh& over) {
+    return replicas && !over.shard_axis;
+  };
   const auto ranks_after_forward = [&](const detail::DataParallelMesh& over) {
-    const auto size = over.shard_group.size();
-    const bool is_small = replicas && !over.shard_axis; // nothing to divide
-    return is_small ? size : options.reshard_after_forward.ranks(size);
+    const auto size = over.shard_group.size(); // one: nothing to divide
+    return is_of_small_params(over) ? size : options.reshard_after_forward.ranks(size);
   };
   for (const auto& [over, specs] : by_mesh) { // all checks come before the first change
     (void)ranks_after_forward(over);
@@ -240,13 +242,15 @@ FSDPState::Groups make_groups(
     }
   }
   const bool offload = std::holds_alternative<CPUOffloadPolicy>(options.offload_policy);
-  const detail::GroupPolicy policy{options.mp_policy, options.offload_policy};
   FSDPState::Groups groups;
   for (const auto& [over, specs] : by_mesh) {
     const auto home = offload ? at::kCPU : detail::current_device(over.mesh.device_type());
     for (const auto& spec : specs) {
       move_to(spec.param, home);
     }
+    const detail::GroupPolicy policy{
+        options.mp_policy, options.offload_policy,
+        /*from_first_replica=*/is_of_small_params(over)};
     auto group = std::make_shared<FSDPParamGroup>(specs, over, name, policy);
     group->set_post_forward_ranks(ranks_after_forward(over));
     groups.push_back(std::move(group));

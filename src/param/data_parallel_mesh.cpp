@@ -59,7 +59,8 @@ DeviceMesh axes_of(const DeviceMesh& mesh, const DataParallelMeshDims& dims) {
 } // namespace
 
 DataParallelMesh::DataParallelMesh(const DeviceMesh& given, bool replicated) : mesh(given) {
-  const auto first = mesh.get_group(0);
+  const bool merges = replicated && mesh.ndim() > 1; // replicas over all axes
+  const auto first = merges ? mesh.flatten().get_group() : mesh.get_group(0);
   if (replicated) {
     shard_group = first.new_group({first.rank()});
   } else {
@@ -93,6 +94,21 @@ DataParallelMesh DataParallelMesh::replicated(
       mesh.ndim() == 1, "[replicate] expects a 1D DeviceMesh, but got ", mesh.str(),
       "; take a slice of it");
   return {mesh, true};
+}
+
+DataParallelMesh DataParallelMesh::undivided() const {
+  if (!whole) {
+    return {mesh, true};
+  }
+  DataParallelMeshDims dims;
+  for (const auto& name : whole->mesh.names()) { // in the mesh's order
+    for (const auto* own : {&whole->dims.replicate, &whole->dims.shard}) {
+      if (std::find(own->begin(), own->end(), name) != own->end()) {
+        dims.replicate.push_back(name);
+      }
+    }
+  }
+  return DataParallelMesh(whole->mesh, dims);
 }
 
 std::optional<DeviceMesh> DataParallelMesh::shard_mesh() const {

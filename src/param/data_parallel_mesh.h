@@ -19,6 +19,10 @@ struct DataParallelMesh {
   static DataParallelMesh replicated(
       const DeviceMesh& mesh, const std::optional<DataParallelMeshDims>& dims = {});
 
+  /// The same ranks, all of which have all of it. With two axes, or `dims` of several,
+  /// collective over the world.
+  DataParallelMesh undivided() const;
+
   /// Of the shards, as a mesh of one axis; none where nothing is divided.
   std::optional<DeviceMesh> shard_mesh() const;
 

@@ -10,11 +10,12 @@ namespace fsdp::detail {
 //
 // What autograd saves of an unsharded parameter is a reference to its storage
 // object. So between reshard and the next unshard the storage object stays and
-// only its memory goes: when it comes back, with the same values, all that was
-// saved is valid again, and nothing had to be told.
+// only its memory goes: when it is given some again, its own or that of a gather,
+// with the same values, all that was saved is valid again, and nothing had to be told.
 
-/// A flat buffer whose memory can be freed and allocated again, in place. All
-/// views of it follow. Touching a freed one throws, and names the owner.
+/// A flat buffer whose memory can be freed, and allocated or adopted again, in place.
+/// All views of it follow. Touching a freed one throws and names the owner (torch 2.13
+/// on; before, it is a null pointer).
 class FreeableBuffer {
  public:
   /// Has its size but no memory yet: make the views, then call `free`.

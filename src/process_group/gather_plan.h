@@ -33,9 +33,9 @@ struct GatherPlan {
   int64_t out_numel = 0; // there may be gaps, which stay as they are
 };
 
-/// Puts what one rank sent in its places: bytes, on the CPU. Moves no version
-/// counter.
-void place(const at::Tensor& out, const at::Tensor& in, const GatherPlan& plan, int64_t rank);
+/// Puts what the ranks sent, by rank, in its places: bytes, on the CPU. Moves no
+/// version counter.
+void place(const at::Tensor& out, const std::vector<const void*>& inputs, const GatherPlan& plan);
 
 /// The same as if all ranks had sent this.
 void place_repeated(const at::Tensor& out, const at::Tensor& in, const GatherPlan& plan);

@@ -192,12 +192,11 @@ void ThreadGroup::run_parts(std::unique_lock<std::mutex>& lock, PendingOperation
     }
     lock.lock();
     ++pending.num_done;
-    if (!error.empty()) {
+    if (pending.error.empty()) {
       pending.error = error;
-    } else if (pending.complete()) {
-      pending.operation->release();
     }
     if (pending.complete()) {
+      pending.operation->release();
       pending.changed.notify_all();
     }
   }

@@ -98,8 +98,10 @@ struct PendingOperation {
   bool ready() const {
     return operation.has_value() || !error.empty();
   }
+  /// Nobody touches a tensor any more: after an error no part is begun, but those that
+  /// were go on.
   bool complete() const {
-    return !error.empty() || num_done == kinds.size();
+    return num_done == (error.empty() ? kinds.size() : next_part);
   }
 };
 

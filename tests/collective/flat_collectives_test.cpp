@@ -28,18 +28,21 @@ TEST(Gather, MakesEachPartContiguous) {
 
 TEST(Gather, PutsPartsWhereTheyBelong) {
   run_ranks(3, [](int rank) {
-    const auto shard = torch::arange(3.0) + 10 * rank;
-    // Two elements of each rank at 0, of which the last is padding; one at 8.
+    const auto shard = torch::arange(4.0) + 10 * rank;
+    // Two elements of each rank at 0, of which the last is padding; one at 8; one at 11 that
+    // only the first rank has.
     const auto plan = std::make_shared<GatherPlan>(GatherPlan{
         .parts =
             {{.in = 0, .out = 0, .numel = 2, .whole = 5},
-             {.in = 2, .out = 8, .numel = 1, .whole = 3}},
+             {.in = 2, .out = 8, .numel = 1, .whole = 3},
+             {.in = 3, .out = 11, .numel = 1, .whole = 1}},
         .ranks = 3,
-        .in_numel = 3,
+        .in_numel = 4,
         .out_numel = 12});
     const auto expect_placed = [](const torch::Tensor& whole) {
       EXPECT_SAME(whole.narrow(0, 0, 5), torch::tensor({0.f, 1.f, 10.f, 11.f, 20.f}));
       EXPECT_SAME(whole.narrow(0, 8, 3), torch::tensor({2.f, 12.f, 22.f}));
+      EXPECT_EQ(whole[11].item<float>(), 3);
     };
     ASSERT_TRUE(places_gathers(default_group(), torch::kCPU));
     CommDebugMode comm;
@@ -47,7 +50,7 @@ TEST(Gather, PutsPartsWhereTheyBelong) {
     placed.wait({});
     expect_placed(placed.buffer);
     EXPECT_EQ(comm.count("all_gather"), 1);
-    EXPECT_EQ(comm.bytes("all_gather"), 9 * 4); // without the gaps
+    EXPECT_EQ(comm.bytes("all_gather"), 12 * 4); // of all inputs
     // The same from what another transport leaves.
     auto gathered = start_gather(*default_all_gather(), shard, default_group(), {});
     gathered.wait({});
@@ -93,6 +96,26 @@ TEST(Reduce, LaysRowsOutByRankAndPadsWithZeros) {
     EXPECT_SAME(reducing.input.view({4, 8}), expected);
     EXPECT_SAME(finish_reduce(reducing, request), expected[rank]); // all ranks brought the same
   });
+}
+
+TEST(Reduce, LaysOutAsTorchDoes) {
+  for (const int ranks : {1, 2, 5, 7}) {
+    run_ranks(ranks, [&](int) {
+      for (const auto& sizes : std::vector<std::vector<int64_t>>{
+               {9}, {1}, {14, 7}, {1, 2, 3, 4, 5, 6, 7, 8, 23}, {40000, 3}}) {
+        std::vector<at::Tensor> grads;
+        std::vector<ReduceInput> inputs;
+        for (const auto rows : sizes) {
+          grads.push_back(torch::randn({rows, 3}));
+          inputs.push_back({grads.back()});
+        }
+        const ReduceRequest request{.group = default_group(), .factors = divide_factors({})};
+        auto reducing = start_reduce(*default_reduce_scatter(), inputs, request);
+        EXPECT_SAME(reducing.input.view({ranks, -1}), at::_chunk_cat(grads, /*dim=*/0, ranks));
+        reducing.work.wait();
+      }
+    });
+  }
 }
 
 TEST(Reduce, CastsDividesAndTakesAnyDim) {

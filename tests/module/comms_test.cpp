@@ -132,6 +132,52 @@ TEST(Comms, CustomOnesAreUsed) {
   });
 }
 
+/// Makes its results too short.
+struct Shortens : AllGather, ReduceScatter {
+  torch::Tensor allocate(at::IntArrayRef sizes, at::TensorOptions options) override {
+    return torch::zeros({sizes[0] - at_allocation}, options);
+  }
+  Work operator()(torch::Tensor& out, const torch::Tensor&, ProcessGroup&, bool) override {
+    out = out.narrow(0, 0, out.numel() - 1);
+    return {};
+  }
+  Work operator()(
+      torch::Tensor& out, const torch::Tensor&, ProcessGroup&, ReduceOp, bool) override {
+    out = out.narrow(0, 0, out.numel() - 1);
+    return {};
+  }
+  int64_t at_allocation = 0;
+};
+
+TEST(Comms, WhatUsersLeaveOfABufferIsChecked) {
+  run_ranks(2, [](int) {
+    const auto message = [](auto set) {
+      auto net = seeded<MLP>(6);
+      auto handle = fully_shard(net);
+      set(handle);
+      return message_of<c10::ValueError>([&] { net(random_batch(0, {2, 6})).sum().backward(); });
+    };
+    for (const int64_t at_allocation : {0, 1}) {
+      const auto comm = std::make_shared<Shortens>();
+      comm->at_allocation = at_allocation;
+      const auto of_gather =
+          message([&](FSDPModule& handle) { handle.set_custom_all_gather(comm); });
+      EXPECT_TRUE(contains(of_gather, "the all-gather should leave a contiguous 1D tensor of"))
+          << of_gather;
+      const auto of_reduce =
+          message([&](FSDPModule& handle) { handle.set_custom_reduce_scatter(comm); });
+      EXPECT_TRUE(contains(of_reduce, "the reduce-scatter")) << of_reduce;
+      EXPECT_TRUE(contains(of_reduce, "should leave a contiguous 1D tensor of")) << of_reduce;
+    }
+    const auto of_hook = message([](FSDPModule& handle) {
+      handle.set_all_reduce_hook(
+          [](torch::Tensor& flat) { flat = flat.narrow(0, 0, flat.numel() - 1); });
+    });
+    EXPECT_TRUE(contains(of_hook, "the all-reduce hook of")) << of_hook;
+    default_group().barrier();
+  });
+}
+
 TEST(Comms, MemoryOfTheProcessGroupOrACustomCommNotBoth) {
   run_ranks(2, [](int) {
     auto net = seeded<MLP>(6);

@@ -1,7 +1,9 @@
 // Small parameters that stay whole on every rank.
 #include <fsdp/debug.h>
 
-#include "support/sharded.h"
+#include "module/by_hand.h"
+#include "module/meta_fixture.h"
+#include "parallel/tp_models.h"
 
 namespace fsdp {
 namespace {
@@ -97,15 +99,182 @@ TEST(MinShardNumel, APlacementThatIsGivenComesFirst) {
   });
 }
 
-TEST(MinShardNumel, NeedsAMeshOfOneAxis) {
-  run_ranks(4, [](int) {
-    auto net = seeded<MLP>(8);
-    const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"replicate", "shard"});
-    const auto message = message_of<c10::NotImplementedError>(
-        [&] { fully_shard(net, {.mesh = mesh, .min_shard_numel = 64}); });
-    EXPECT_TRUE(contains(message, "min_shard_numel of")) << message;
-    EXPECT_TRUE(contains(message, "needs a mesh of one axis")) << message;
-    EXPECT_EQ(net->in_proj->weight.size(0), 32); // nothing was changed
+// ------------------------------------------------------------ Precision, and other meshes
+
+TEST(MinShardNumel, ReducesBf16InFp32) {
+  for (const int n : {2, 4}) {
+    run_ranks(n, [](int) {
+      const MixedPrecisionPolicy policy{.param_dtype = kBf16, .reduce_dtype = kFp32};
+      for (const bool reshard : {true, false}) {
+        auto net = seeded<Stack>(16);
+        auto reference = by_hand<Stack>(policy, 16);
+        const FullyShardOptions options{
+            .reshard_after_forward = reshard, .mp_policy = policy, .min_shard_numel = 65};
+        const auto recorder = shard_stack(net, options);
+        train_by_hand(net, reference, {4, 16}, kSquares); // every bit of every parameter
+        EXPECT_EQ(recorder->dtypes, std::vector<at::ScalarType>(3 * 10, kFp32)); // the weights'
+        CommDebugMode comm;
+        kSquares(net, random_batch(0, {4, 16})).backward();
+        EXPECT_EQ(comm.bytes("all_reduce"), 3 * 4 * (64 + 16)); // the biases', in fp32
+      }
+    });
+  }
+}
+
+TEST(MinShardNumel, WithReplicas) {
+  for (const auto& shape : std::vector<std::vector<int64_t>>{{2, 2}, {1, 3}, {3, 1}, {2, 3}}) {
+    run_ranks(static_cast<int>(shape[0] * shape[1]), [&](int) {
+      const auto mesh = init_device_mesh(test_device(), shape, {"replicate", "shard"});
+      SCOPED_TRACE(mesh.str());
+      auto net = seeded<Stack>(8);
+      auto reference = seeded<Stack>(8);
+      for (auto& mlp : net->mlps) {
+        fully_shard(mlp, {.mesh = mesh, .min_shard_numel = 64});
+      }
+      fully_shard(net, {.mesh = mesh, .min_shard_numel = 64});
+      for (const auto& item : named_dtensors(net)) {
+        const bool is_small = item.key().ends_with("bias") && shape[1] > 1;
+        EXPECT_EQ(
+            item.value().placements(),
+            (std::vector<Placement>{
+                Replicate{}, is_small ? Placement(Replicate{}) : Placement(Shard{0})}))
+            << item.key();
+      }
+      train_and_compare(net, reference, stack_loss);
+    });
+  }
+}
+
+TEST(MinShardNumel, UnderTensorParallelismTheWholeParameterCounts) {
+  struct Case {
+    std::vector<int64_t> shape;
+    std::vector<std::string> names;
+    std::optional<DataParallelMeshDims> dims;
+  };
+  const std::vector<Case> cases{
+      {{2, 2}, {"fsdp", "tp"}, std::nullopt},
+      {{2, 2, 2}, {"ddp", "fsdp", "tp"}, std::nullopt},
+      {{2, 2}, {"fsdp", "tp"}, DataParallelMeshDims{.shard = {"fsdp"}}},
+      {{2, 2, 2},
+       {"ddp", "fsdp", "tp"},
+       DataParallelMeshDims{.shard = {"fsdp"}, .replicate = {"ddp"}}},
+      {{2, 2, 2}, {"fsdp", "cp", "tp"}, DataParallelMeshDims{.shard = {"fsdp", "cp"}}}};
+  for (const auto& each : cases) {
+    const auto axes = static_cast<int64_t>(each.names.size());
+    run_ranks(1 << axes, [&](int rank) {
+      const auto mesh = init_device_mesh(test_device(), each.shape, each.names);
+      SCOPED_TRACE(c10::str(mesh.str(), each.dims ? " by dp_mesh_dims" : ""));
+      auto net = in_double<MLPStack>(8);
+      auto reference = in_double<MLPStack>(8);
+      parallelize(net, mesh["tp"]);
+      FullyShardOptions options{.mesh = mesh, .dp_mesh_dims = each.dims};
+      if (each.dims) {
+        distribute_module(net, mesh);
+      } else {
+        options.mesh = mesh[std::vector<std::string>(each.names.begin(), each.names.end() - 1)];
+      }
+      options.min_shard_numel = 150; // weights are of 192 or more, their pieces of 96 or more
+      for (auto& mlp : net->mlps) {
+        fully_shard(mlp, options);
+      }
+      fully_shard(net, options);
+      for (const auto& item : named_dtensors(net)) {
+        const auto placements = item.value().placements();
+        const bool is_replicated = std::all_of(
+            placements.begin(), placements.end() - 1,
+            [](const auto& placement) { return std::holds_alternative<Replicate>(placement); });
+        EXPECT_EQ(is_replicated, item.key().ends_with("bias")) << item.key();
+      }
+      train_and_compare(net, reference, [&](MLPStack& any, int step) {
+        return any(tp_batch(step, {8, 8}, rank / 2)).sum();
+      });
+      const auto wholes = reference->named_parameters();
+      for (const auto& item : net->named_parameters()) {
+        EXPECT_TRUE(near(as_dtensor(item.value()).full_tensor(), wholes[item.key()].detach(), 1e-5))
+            << item.key();
+      }
+    });
+  }
+}
+
+// ------------------------------------------------------------ Ranks that begin differently
+
+/// Every rank of the world has the same bits.
+void expect_same_everywhere(const torch::Tensor& tensor) {
+  auto all = torch::empty({get_world_size() * tensor.numel()}, tensor.options());
+  default_group().all_gather(all, tensor.detach().contiguous().view(-1));
+  for (const auto& each : all.chunk(get_world_size())) {
+    EXPECT_SAME(each.view(tensor.sizes()), tensor.detach());
+  }
+}
+
+void expect_same_biases(const Stack& net) {
+  for (const auto& mlp : net->mlps) {
+    expect_same_everywhere(mlp->in_proj->bias);
+    expect_same_everywhere(mlp->out_proj->bias);
+  }
+}
+
+TEST(MinShardNumel, BeginsWithTheValuesOfTheFirstRank) {
+  for (const auto& shape : std::vector<std::vector<int64_t>>{{4}, {2, 2}}) {
+    run_ranks(4, [&](int rank) {
+      const auto mesh = shape.size() == 1
+                            ? init_device_mesh(test_device(), shape)
+                            : init_device_mesh(test_device(), shape, {"replicate", "shard"});
+      SCOPED_TRACE(mesh.str());
+      auto net = seeded<Stack>(8);
+      auto reference = seeded<Stack>(8);
+      {
+        torch::NoGradGuard no_grad;
+        for (const auto& param : net->parameters()) {
+          param.add_(rank);
+        }
+      }
+      CommDebugMode comm;
+      for (auto& mlp : net->mlps) {
+        fully_shard(mlp, {.mesh = mesh, .min_shard_numel = 64});
+      }
+      fully_shard(net, {.mesh = mesh, .min_shard_numel = 64});
+      EXPECT_EQ(comm.count("broadcast"), 3); // one for the biases of a module
+      EXPECT_EQ(comm.total(), 3);
+      EXPECT_SAME(net->mlps[0]->in_proj->bias.detach(), reference->mlps[0]->in_proj->bias.detach());
+      torch::optim::AdamW optimizer(net->parameters(), 1e-2);
+      for (int step = 0; step < 2; ++step) {
+        stack_loss(net, step).backward();
+        optimizer.step();
+        optimizer.zero_grad();
+        expect_same_biases(net);
+      }
+    });
+  }
+}
+
+TEST(MinShardNumel, AlsoOfParametersThatGetTheirValuesLater) {
+  run_ranks(2, [](int rank) {
+    auto net = on_meta<Stack>(8);
+    const auto mesh = init_device_mesh(test_device(), {2});
+    CommDebugMode comm;
+    for (auto& mlp : net->mlps) {
+      fully_shard(mlp, {.mesh = mesh, .min_shard_numel = 64});
+    }
+    fully_shard(net, {.mesh = mesh, .min_shard_numel = 64});
+    EXPECT_EQ(comm.total(), 0);
+    to_empty(net, torch::Device(test_device()));
+    EXPECT_TRUE(contains(
+        message_of<c10::Error>([&] { stack_loss(net, 0); }), "nobody has written to these"));
+    EXPECT_EQ(comm.total(), 0); // there was nothing to send
+    {
+      torch::NoGradGuard no_grad;
+      for (const auto& param : net->parameters()) {
+        param.fill_(0.1 * (rank + 1));
+      }
+    }
+    stack_loss(net, 0).backward();
+    EXPECT_EQ(comm.count("broadcast"), 3);
+    stack_loss(net, 1).backward();
+    EXPECT_EQ(comm.count("broadcast"), 3);
+    expect_same_biases(net);
+    EXPECT_SAME(net->mlps[0]->in_proj->bias.detach(), torch::full({32}, 0.1f, test_device()));
   });
 }
 

@@ -7,6 +7,7 @@
 
 #include <thread>
 
+#include "process_group/thread_world.h"
 #include "support/collective_checks.h"
 
 namespace fsdp {
@@ -106,6 +107,35 @@ TEST(Threads, EndOfAThreadEndsItsRank) {
   const auto message = test::message_of<CommError>([] { default_group().barrier(); });
   EXPECT_TRUE(test::contains(message, "rank 1 has ended"));
   destroy_process_group();
+}
+
+// Part 1 of this all-gather fails at once, while part 0 copies much: rank 1 must not get its
+// error, and then write to its tensors, before part 0 has read them.
+TEST(Collectives, AnErrorComesWhenNobodyReadsTheTensorsAnyMore) {
+  constexpr int64_t kNumel = 1 << 23;
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    const auto world = std::make_shared<detail::ThreadWorld>(2, std::chrono::seconds(60));
+    const auto group = world->group("pair", {0, 1});
+    auto outputs = std::vector{torch::zeros({2 * kNumel}), torch::zeros({kNumel, 2}).t()};
+    const auto run = [&](int rank) {
+      world->enter(rank);
+      auto input = torch::ones({kNumel});
+      const auto pending = group->post(
+          rank, {.kind = detail::CollectiveKind::AllGather,
+                 .output = outputs[rank], // rank 1's has no flat view, which nobody has checked
+                 .input = input});
+      std::this_thread::sleep_for(std::chrono::milliseconds(rank * 2)); // part 0 is rank 0's
+      EXPECT_THROW(group->wait(rank, *pending), CommError);
+      input.fill_(-1);
+      world->leave(rank);
+    };
+    std::thread first(run, 0);
+    std::thread second(run, 1);
+    first.join();
+    second.join();
+    const auto received = outputs[0].narrow(0, kNumel, kNumel); // or part 0 did not begin
+    EXPECT_TRUE((received == received[0]).all().item<bool>() && received[0].item<float>() >= 0);
+  }
 }
 
 TEST(Collectives, LetGoOfTheTensorsWhenDone) {
