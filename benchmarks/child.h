@@ -1,8 +1,11 @@
 #pragma once
 
+#include <arpa/inet.h>
 #include <c10/util/Exception.h>
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <signal.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,10 +19,26 @@
 
 namespace bench {
 
+/// For processes that have to meet.
+inline int free_port() {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  TORCH_CHECK(
+      fd >= 0 && bind(fd, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+          getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0,
+      "no free port");
+  close(fd);
+  return ntohs(address.sin_port);
+}
+
 /// Another process, which works only while it is asked: one line for each line.
 class Child {
  public:
-  explicit Child(std::vector<std::string> words) {
+  /// Its complaints go to `stderr_fd`.
+  explicit Child(std::vector<std::string> words, int stderr_fd = STDERR_FILENO) {
     int to_child[2];
     int from_child[2];
     // Not for other children, which would keep this one's input open.
@@ -35,6 +54,7 @@ class Child {
     if (pid_ == 0) {
       dup2(to_child[0], 0);
       dup2(from_child[1], 1);
+      dup2(stderr_fd, 2);
       execvp(argv[0], argv.data());
       fprintf(stderr, "%s: %s\n", argv[0], strerror(errno));
       _exit(127);
@@ -58,6 +78,10 @@ class Child {
     if (commands_) {
       fclose(std::exchange(commands_, nullptr));
     }
+  }
+
+  void send_signal(int number) const {
+    kill(pid_, number);
   }
 
   std::string ask(const std::string& command) {

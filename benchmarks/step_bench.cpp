@@ -9,9 +9,6 @@
 // the same step of the plain model on every rank: communication that nothing hides, and what
 // sharding costs the host. Every rank has a batch of its own, and the losses of its first steps
 // must be the same on all sides: exit 1 otherwise.
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <torch/torch.h>
 
 #include <fsdp/fsdp.h>
@@ -172,20 +169,6 @@ void work_in_threads(const Options& options, const Worker& worker) {
 }
 
 // ------------------------------------------------------------ Jobs
-
-int free_port() {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  TORCH_CHECK(
-      fd >= 0 && bind(fd, reinterpret_cast<sockaddr*>(&address), length) == 0 &&
-          getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0,
-      "no free port");
-  close(fd);
-  return ntohs(address.sin_port);
-}
 
 /// The processes of one kind and number of ranks.
 class Job {

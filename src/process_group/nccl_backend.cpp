@@ -8,9 +8,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include <cstdlib>
-#include <string_view>
 
 #include "base/check.h"
+#include "process_group/launch_env.h"
 
 namespace fsdp::detail {
 
@@ -38,7 +38,7 @@ c10::intrusive_ptr<c10d::Backend> make_nccl(const BackendSpec& spec) {
   // user has set counts.
   setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2", /*overwrite=*/0);
   setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", /*overwrite=*/0);
-  if (std::string_view(std::getenv("TORCH_NCCL_DUMP_ON_TIMEOUT")) == "0") {
+  if (process_env("TORCH_NCCL_DUMP_ON_TIMEOUT") == "0") {
     // The watchdog waits four times this long for the dump, which there is not.
     setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "100", /*overwrite=*/0);
   }
