@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 namespace fsdp::cli {
 
@@ -10,5 +11,11 @@ std::string quoted(const std::string& word);
 /// How to start this tool again from here, for commands that are printed: "fsdp",
 /// "./fsdp". The script ./fsdp says it by FSDP_COMMAND; else it is what was typed.
 std::string invocation();
+
+/// Runs this tool with other words in place of this process, which has not begun any work.
+/// Comes back only to throw.
+[[noreturn]] void become(const std::vector<std::string>& words);
+/// The words that it was started with, behind its name.
+std::vector<std::string> own_words();
 
 } // namespace fsdp::cli

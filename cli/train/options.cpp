@@ -96,6 +96,11 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
   add("--device", options.device, "auto, cpu or cuda")
       ->capture_default_str()
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
+  command
+      .add_flag(
+          "--processes", options.processes,
+          "Ranks are processes, over NCCL or gloo, not threads [where there are several GPUs]")
+      ->group("Ranks and memory");
   command.add_flag("--offload", config.offload, "Keep shards and optimizer in host memory")
       ->group("Ranks and memory");
   command
@@ -175,6 +180,7 @@ void resolve_habits(TrainOptions& options, const std::optional<TrainOptions>& be
     };
     take("reshard-after-forward", options.reshard, before->reshard);
     take("device", options.device, before->device);
+    take("processes", options.processes, before->processes);
     take("save-every", options.save_every, before->save_every);
     take("validate-every", options.validate_every, before->validate_every);
     take("keep", options.keep.keep, before->keep.keep);
@@ -197,20 +203,35 @@ MeshShape resolve_mesh(
     ranks = launched ? *launched : *options.ranks;
     check_config(*ranks >= 1, "--ranks ", *ranks, ": it must be 1 or more");
   }
+  const auto num_gpus = static_cast<int>(torch::cuda::device_count());
+  check_config(
+      options.device != "cuda" || num_gpus > 0,
+      "--device cuda: there is no such device here; see fsdp doctor");
+  config.device = options.device == "auto" ? (num_gpus > 0 ? "cuda" : "cpu") : options.device;
   auto mesh = options.mesh;
   if (mesh.empty() && !ranks) {
     mesh = saved && !saved->mesh.empty() ? saved->mesh : "";
-    ranks = saved ? saved->ranks : kDefaultRanks;
+    ranks = saved                                     ? saved->ranks
+            : config.device == "cuda" && num_gpus > 1 ? num_gpus
+                                                      : kDefaultRanks;
   }
   config.mesh = parse_mesh(mesh, ranks);
   config.reshard_after_forward = parse_reshard(options.reshard, config.mesh->shard);
-  const bool has_cuda = torch::cuda::is_available();
-  check_config(
-      options.device != "cuda" || has_cuda,
-      "--device cuda: there is no such device here; see fsdp doctor");
-  config.device = options.device == "auto" ? (has_cuda ? "cuda" : "cpu") : options.device;
   check(config, *config.mesh);
   return *config.mesh;
+}
+
+bool wants_processes(const TrainOptions& options) {
+  const auto& config = options.identity.config;
+  const auto ranks = config.mesh->ranks();
+  const auto num_gpus = static_cast<int64_t>(torch::cuda::device_count());
+  const bool several_gpus = config.device == "cuda" && num_gpus > 1;
+  const bool wanted = ranks > 1 && (options.processes || several_gpus);
+  check_config(
+      !wanted || config.device != "cuda" || ranks <= num_gpus, ranks, " ranks as processes, but ",
+      num_gpus, num_gpus == 1 ? " GPU" : " GPUs", ": NCCL wants one for each; take --ranks ",
+      num_gpus, num_gpus == 1 ? ", or leave --processes out for threads," : "", " or --device cpu");
+  return wanted;
 }
 
 void check_together(const TrainOptions& options) {
@@ -243,7 +264,8 @@ void check_together(const TrainOptions& options) {
   apart(
       resumes, "--resume", options.given.contains("model"), "--model",
       "the checkpoint has the sizes: leave --model out");
-  const bool goes_on = options.run == options.resume; // also when there is neither
+  const bool goes_on =
+      real_path(options.run) == real_path(options.resume); // also when there is neither
   check_config(
       goes_on || options.run.empty() ||
           CheckpointSeries(checkpoints_of(options.run)).list().empty(),
@@ -276,6 +298,7 @@ nlohmann::ordered_json resolved(const TrainOptions& options) {
   json["mesh"] = config.mesh.value_or(MeshShape{}).str();
   json["reshard-after-forward"] = options.reshard;
   json["device"] = options.device;
+  json["processes"] = options.processes;
   json["save-every"] = options.save_every.value_or(0);
   json["validate-every"] = options.validate_every;
   json["keep"] = options.keep.keep;
@@ -304,6 +327,7 @@ std::optional<TrainOptions> read_resolved(const std::filesystem::path& run) {
     take("mesh", options.mesh);
     take("reshard-after-forward", options.reshard);
     take("device", options.device);
+    take("processes", options.processes);
     options.save_every = json.at("save-every").get<int64_t>();
     take("validate-every", options.validate_every);
     take("keep", options.keep.keep);

@@ -22,6 +22,7 @@ struct TrainOptions {
   std::string mesh;
   std::string reshard = "auto";
   std::string device = "auto";
+  bool processes = false; // one per rank, started by this one
   bool quiet = false;
   bool json = false;
   bool dry_run = false;
@@ -51,6 +52,9 @@ void resolve_habits(TrainOptions& options, const std::optional<TrainOptions>& be
 /// known: from a launcher, or none.
 MeshShape resolve_mesh(
     TrainOptions& options, const std::optional<SavedRun>& saved, std::optional<int> launched);
+/// Whether ranks are to be processes though nobody has launched any: where it was asked
+/// for, and one per GPU where there are several. When the mesh is known.
+bool wants_processes(const TrainOptions& options);
 /// Refuses options that contradict each other.
 void check_together(const TrainOptions& options);
 

@@ -17,6 +17,7 @@
 #include "cli/check.h"
 #include "cli/command.h"
 #include "cli/files.h"
+#include "cli/invocation.h"
 #include "cli/train/corpus.h"
 #include "cli/train/narrator.h"
 #include "cli/train/options.h"
@@ -194,6 +195,15 @@ int dry_run(TrainOptions& options) {
   return 0;
 }
 
+/// `fsdp run`, which starts the same command once per rank.
+[[noreturn]] void become_launcher(int64_t ranks) {
+  std::vector<std::string> words{
+      "run", "-n", std::to_string(ranks), "--", real_path("/proc/self/exe")};
+  const auto own = own_words();
+  words.insert(words.end(), own.begin(), own.end());
+  become(words);
+}
+
 int train(TrainOptions options) {
   auto& identity = options.identity;
   auto& config = identity.config;
@@ -218,7 +228,10 @@ int train(TrainOptions options) {
   if (launched) { // how many ranks is known only after all have met
     check(config, MeshShape{});
   } else {
-    resolve_mesh(options, saved, std::nullopt);
+    const auto ranks = resolve_mesh(options, saved, std::nullopt).ranks();
+    if (wants_processes(options)) {
+      become_launcher(ranks);
+    }
   }
   const auto corpus =
       identity.data.empty() ? Corpus::libtorch_headers() : Corpus::read(identity.data);

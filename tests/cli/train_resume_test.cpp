@@ -180,6 +180,25 @@ TEST(TrainResume, KeepsTheNewestAndEveryMth) {
       "latest step_00000006 step_00000012 step_00000018 step_00000020");
 }
 
+TEST(TrainResume, RanksAsProcessesThatItStartsItself) {
+  const auto folder = temporary_folder();
+  const auto threads = run(short_run(text_file(), {"--no-save"}));
+  const auto processes = run(short_run(text_file(), {"--run", folder + "/a", "--processes"}));
+  ASSERT_EQ(processes.exit_code, 0) << processes.output;
+  EXPECT_TRUE(contains(processes.output, " 2 over gloo; "));
+  const auto losses = losses_in(processes.output);
+  const auto others = losses_in(threads.output);
+  ASSERT_EQ(losses.size(), others.size());
+  for (size_t i = 0; i < losses.size(); ++i) {
+    EXPECT_NEAR(losses[i], others[i], 2e-4) << "step " << i + 1;
+  }
+  const auto rest =
+      run({"train", "--resume", folder + "/a/", "--run", folder + "/a", "--steps", "22"});
+  EXPECT_EQ(rest.exit_code, 0) << rest.output;
+  EXPECT_TRUE(contains(rest.output, " 2 over gloo; "));
+  EXPECT_EQ(run(short_run(text_file(), {"--processes", "--dim", "7"})).exit_code, 2);
+}
+
 TEST(TrainResume, UnderALauncherARunHasOneFolderWithItsDate) {
   const auto folder = temporary_folder();
   const auto words = joined(tiny_options(text_file(), {"--steps", "6"}));
