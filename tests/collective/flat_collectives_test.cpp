@@ -41,7 +41,7 @@ TEST(Gather, PutsPartsWhereTheyBelong) {
       EXPECT_SAME(whole.narrow(0, 0, 5), torch::tensor({0.f, 1.f, 10.f, 11.f, 20.f}));
       EXPECT_SAME(whole.narrow(0, 8, 3), torch::tensor({2.f, 12.f, 22.f}));
     };
-    ASSERT_TRUE(places_gathers(default_group(), torch::kCPU));
+    ASSERT_TRUE(places_gathers(default_group(), *plan, torch::kCPU));
     CommDebugMode comm;
     auto placed = start_placed_gather(shard, default_group(), plan);
     placed.wait({});
