@@ -197,6 +197,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
     ReduceRequest request;
     std::vector<FSDPParam*> params;
     bool all_reduce = true;
+    bool grads_are_enqueued = false; // behind the reduce-scatter, on its stream
   };
   /// What extensions sent in the gather that is pending.
   struct Payload {
@@ -232,6 +233,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   static void keep_partial_grads(const Reduction& reduction);
   void call_all_reduce_hook(at::Tensor& flat, const OptionalStream& current);
   void finish_grads(Reduction& reduction);
+  bool finishes_on_stream(const Reduction& reduction) const;
   at::Tensor to_shards(const at::Tensor& flat, const Reduction& reduction);
   /// Nothing to communicate.
   bool alone() const {
