@@ -50,12 +50,19 @@ function(fsdp_add_gpu_test name)
 endfunction()
 
 # fsdp_also_on_gpu(NAME [EXCEPT patterns...]): the tests of the binary NAME once more, with
-# models and batches on a GPU; only where torch has CUDA.
+# models and batches on a GPU; only where torch has CUDA. PLACED: and again with every gather
+# placed.
 function(fsdp_also_on_gpu name)
-  cmake_parse_arguments(arg "" "" "EXCEPT" ${ARGN})
+  cmake_parse_arguments(arg "PLACED" "" "EXCEPT" ${ARGN})
   list(JOIN arg_EXCEPT ":" except)
   if(TORCH_CUDA_LIBRARIES)
     fsdp_add_whole_test(OnGpu.${name} ${name} --gtest_filter=-${except})
     set_tests_properties(OnGpu.${name} PROPERTIES ENVIRONMENT FSDP_TEST_DEVICE=cuda)
+    if(arg_PLACED)
+      fsdp_add_whole_test(OnGpuPlaced.${name} ${name} --gtest_filter=-${except})
+      set_tests_properties(
+        OnGpuPlaced.${name}
+        PROPERTIES ENVIRONMENT "FSDP_TEST_DEVICE=cuda;FSDP_PLACED_GATHERS=always")
+    endif()
   endif()
 endfunction()

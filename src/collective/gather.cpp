@@ -41,12 +41,19 @@ Gathered start_gather(
 }
 
 Gathered start_placed_gather(
-    at::Tensor input, const ProcessGroup& group, std::shared_ptr<const GatherPlan> plan) {
+    at::Tensor input,
+    const ProcessGroup& group,
+    std::shared_ptr<const GatherPlan> plan,
+    const GatherStreams& streams) {
   Gathered gathered;
   gathered.placed = true;
+  gathered.stream = streams.all_gather;
   gathered.input = std::move(input);
+  wait_for_stream(streams.all_gather, streams.copy_in);
+  const c10::OptionalStreamGuard on(streams.all_gather);
   gathered.buffer = at::empty({plan->out_numel}, gathered.input.options());
   gathered.work = all_gather_placed_async(group, gathered.buffer, gathered.input, std::move(plan));
+  gathered.issued = StreamEvent::of(streams.all_gather);
   return gathered;
 }
 

@@ -38,6 +38,7 @@ struct Gathered {
   Work work;
   StreamEvent issued; // for a transport that works on the stream itself
   bool placed = false;
+  OptionalStream stream; // placed: that the buffer was allocated on
 
   /// What the current stream is given from now on may read the buffer.
   void wait(const OptionalStream& current);
@@ -52,10 +53,13 @@ Gathered start_gather(
     const GatherStreams& streams,
     at::Tensor buffer = {});
 
-/// The same by a plan, on the CPU and for a group that can: there is nothing to
-/// copy out.
+/// The same by a plan, for a group that can: there is nothing to copy out. The
+/// buffer is allocated on the all-gather stream, which alone writes to it.
 Gathered start_placed_gather(
-    at::Tensor input, const ProcessGroup& group, std::shared_ptr<const GatherPlan> plan);
+    at::Tensor input,
+    const ProcessGroup& group,
+    std::shared_ptr<const GatherPlan> plan,
+    const GatherStreams& streams = {});
 
 /// Copies the gathered buffer into `whole` by a plan, on the CPU. Moves no
 /// version counter.

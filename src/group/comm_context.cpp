@@ -6,6 +6,13 @@
 
 namespace fsdp::detail {
 
+CommContext::~CommContext() {
+  try {
+    release_retired();
+  } catch (const std::exception&) { // the device is lost, or the process ends
+  }
+}
+
 void CommContext::lazy_init(c10::Device device) {
   if (std::exchange(initialized_, true)) {
     return;
@@ -36,6 +43,36 @@ void CommContext::release_parked() {
     gather_after(parked_->copied_out);
     parked_.reset();
   }
+}
+
+void CommContext::retire(at::Tensor memory, const OptionalStream& stream, bool overlap) {
+  auto last_use = StreamEvent::of(optional_current_stream(memory.device()));
+  if (overlap) {
+    gather_issued(static_cast<int64_t>(memory.nbytes())); // the ones before have had their turn
+  }
+  retired_.push_back({std::move(memory), stream, std::move(last_use)});
+  if (!overlap) {
+    release_retired();
+  }
+}
+
+void CommContext::gather_issued(int64_t bytes) {
+  for (auto& each : retired_) {
+    each.bytes_since += bytes;
+  }
+  // In order: behind a later one's event the earlier ones are free as well.
+  while (!retired_.empty() && 2 * retired_.front().bytes_since >=
+                                  static_cast<int64_t>(retired_.front().memory.nbytes())) {
+    retired_.front().last_use.block(retired_.front().stream);
+    retired_.pop_front();
+  }
+}
+
+void CommContext::release_retired() {
+  for (const auto& each : retired_) {
+    each.last_use.block(each.stream);
+  }
+  retired_.clear();
 }
 
 // ------------------------------------------------------------ Reductions
@@ -98,6 +135,7 @@ std::shared_ptr<ForwardRecord> CommContext::forward_before(const ForwardRecord& 
 
 void CommContext::reset() {
   release_parked();
+  release_retired();
   // What is under way still uses memory that was let go of.
   wait_for_stream(streams_->copy_in, streams_->all_gather);
   wait_for_stream(streams_->reduce_scatter, streams_->all_reduce);

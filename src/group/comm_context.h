@@ -29,6 +29,22 @@ struct ForwardRecord {
 //   it is parked here until the next group has been gathered, so that the next
 //   copy-in does not wait for this copy-out; in backward it is dropped at once,
 //   after the gather streams were made to wait.
+// - the input of a gather, where it is a copy (copy-in stream), is read by the
+//   gather, for which compute waits: as the gathered buffer.
+// - what a placed gather has written (all-gather stream) is the whole parameters
+//   themselves, which compute reads until reshard. The rule is the same: the
+//   all-gather stream waits for the compute that was there at reshard, then the
+//   memory goes. But a gather that comes behind that wait does not overlap this
+//   compute. In backward it need not, since the next group's was issued before.
+//   In forward the next group's comes right after reshard, so there the memory is
+//   retired: kept, with an event of compute, until gathers of half its size have
+//   been issued with other memory. So two buffers take turns: that of group i is
+//   freed behind the gather of i + 1, and what i + 2 gathers into it waits for the
+//   compute of i only. (Half, because a small group may come between two large
+//   ones, as a block's own parameters between two of its layers.) What does not
+//   gather frees as well: more that is retired, the end of the outermost forward,
+//   an error, the end of this object. Memory that a call by the user gathered, on
+//   the compute stream, is freed at once.
 // - a reduce-scatter input (compute) is kept until a later group's post-backward
 //   makes compute wait for the reduction.
 // On the CPU there are no streams. There the same lists let a rank go on while
@@ -38,6 +54,11 @@ struct ForwardRecord {
 /// the order of forwards.
 class CommContext {
  public:
+  CommContext() = default;
+  ~CommContext();
+  CommContext(const CommContext&) = delete;
+  CommContext& operator=(const CommContext&) = delete;
+
   /// Takes the streams, once.
   void lazy_init(c10::Device device);
 
@@ -56,6 +77,23 @@ class CommContext {
   /// Null where there is none.
   const Gathered* parked() const {
     return parked_ ? &parked_->gathered : nullptr;
+  }
+
+  /// Memory of whole parameters, allocated on `stream`, that the current stream was
+  /// the last to use.
+  struct Retired {
+    at::Tensor memory;
+    OptionalStream stream;
+    StreamEvent last_use;
+    int64_t bytes_since = 0; // gathered or retired
+  };
+  /// Frees it, behind the next gathers if they are to overlap this use.
+  void retire(at::Tensor memory, const OptionalStream& stream, bool overlap);
+  /// A gather of so many bytes has been issued: what it was to overlap is free.
+  void gather_issued(int64_t bytes);
+  void release_retired();
+  const std::deque<Retired>& retired() const {
+    return retired_;
   }
 
   const OptionalStream& reduce_scatter_stream() const {
@@ -98,6 +136,7 @@ class CommContext {
   bool initialized_ = false;
   std::shared_ptr<const CommStreams> streams_ = std::make_shared<const CommStreams>();
   std::optional<Parked> parked_;
+  std::deque<Retired> retired_; // oldest first
   std::deque<std::weak_ptr<FSDPParamGroup>> reduce_scatters_;
   std::deque<std::weak_ptr<FSDPParamGroup>> all_reduces_;
   std::vector<std::weak_ptr<ForwardRecord>> order_;

@@ -81,6 +81,9 @@ void FSDPParamGroup::visit_memory(const MemoryVisitor& visit) const {
   if (const auto* parked = comm->parked()) {
     visit_gather(*parked);
   }
+  for (const auto& each : comm->retired()) {
+    visit(&MemoryStats::gathered, each.memory);
+  }
   for (const auto& each : payloads_) {
     for (const auto& tensor : each.payload.tensors) {
       visit(&MemoryStats::communication, tensor);

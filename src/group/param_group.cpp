@@ -78,6 +78,21 @@ FSDPParamGroup::FSDPParamGroup(
   }
 }
 
+FSDPParamGroup::~FSDPParamGroup() {
+  try {
+    abandon_unsharded();
+  } catch (const std::exception&) { // the device is lost, or the process ends
+  }
+}
+
+/// The memory goes with the last view of it, a graph's perhaps: what has used it so
+/// far comes before whatever its stream is given next.
+void FSDPParamGroup::abandon_unsharded() {
+  if (const auto stream = std::exchange(unsharded_stream_, std::nullopt)) {
+    wait_for_stream(stream, current_stream(stream->device()));
+  }
+}
+
 void FSDPParamGroup::set_name(const std::string& name, bool one_of_several) {
   name_ = name;
   label_ = name.empty() ? "" : " (" + name + ")";
@@ -130,6 +145,7 @@ void FSDPParamGroup::attach_params() {
   }
   // Zeros, so that padding is the same on every rank and in every run.
   const auto shard = at::zeros({layout_.shard_numel}, options);
+  abandon_unsharded();
   unsharded_.reset();
   if (!alone() || !layout_.sends_shards() || options.device() != gathered_options.device()) {
     unsharded_.emplace(layout_.unsharded_numel, gathered_options, name_);
@@ -165,6 +181,10 @@ void FSDPParamGroup::attach_params() {
     unsharded_->free();
   }
   plan_ = gather_plan();
+  places_ = plan_ && places_gathers(group_, *plan_, gathered_options);
+  if (has_streams(device()) && !places_) {
+    plan_.reset(); // one operator copies out
+  }
 }
 
 /// Replicas that begin with other values would stay different, silently. Once, and
@@ -190,7 +210,10 @@ void FSDPParamGroup::take_first_replica() {
 std::shared_ptr<const GatherPlan> FSDPParamGroup::gather_plan() const {
   const bool by_rows = std::all_of(
       params_.begin(), params_.end(), [](const auto& param) { return param->geometry().dim == 0; });
-  if (alone() || !device().is_cpu() || !layout_.all_plain() || !by_rows) {
+  // From the host a shard is copied into its place in what an ordinary gather
+  // writes to; for another one it would lie beside that on the device.
+  const bool from_host = offload_ && has_streams(device());
+  if (alone() || from_host || !layout_.all_plain() || !by_rows) {
     return nullptr;
   }
   GatherPlan plan{

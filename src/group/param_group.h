@@ -81,6 +81,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
       const DataParallelMesh& mesh,
       std::string name,
       const GroupPolicy& policy = {});
+  ~FSDPParamGroup();
 
   /// From the root, at lazy init; before, what is known.
   const std::string& name() const {
@@ -197,6 +198,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
     ReduceRequest request;
     std::vector<FSDPParam*> params;
     bool all_reduce = true;
+    bool grads_are_enqueued = false; // behind the reduce-scatter, on its stream
   };
   /// What extensions sent in the gather that is pending.
   struct Payload {
@@ -218,6 +220,8 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   void copy_out_payloads(std::vector<at::Tensor> outputs);
   void to_sharded();
   void to_sharded_post_forward();
+  void free_unsharded();
+  void abandon_unsharded();
   void show(Face face);
   /// Of the whole parameter, and so of compute.
   at::ScalarType gather_dtype(const FSDPParam& param) const;
@@ -231,6 +235,7 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   static void keep_partial_grads(const Reduction& reduction);
   void call_all_reduce_hook(at::Tensor& flat, const OptionalStream& current);
   void finish_grads(Reduction& reduction);
+  bool finishes_on_stream(const Reduction& reduction) const;
   at::Tensor to_shards(const at::Tensor& flat, const Reduction& reduction);
   /// Nothing to communicate.
   bool alone() const {
@@ -264,12 +269,14 @@ class FSDPParamGroup : public std::enable_shared_from_this<FSDPParamGroup> {
   FlatLayout layout_;
   std::vector<bool> extended_;         // by parameter, as the layout was made for
   std::vector<int64_t> gather_numels_; // of the plain ones, in the layout's order
-  // Of the whole group: null on devices with streams, where one operator copies
-  // out, and where some are sent in another form or along another dim.
+  // Of the whole group: null where some are sent in another form or along another
+  // dim, and on devices with streams where nobody gathers by it.
   std::shared_ptr<const GatherPlan> plan_;
+  bool places_ = false; // the backend gathers by it
 
   at::Tensor shard_;                        // 1D: the padded shards
   std::optional<FreeableBuffer> unsharded_; // 1D; none where it is the shard itself
+  OptionalStream unsharded_stream_;         // that its memory was allocated on, where a gather did
   // In the layout's order: (ranks, part numel) views; undefined for other dims than 0.
   std::vector<at::Tensor> gather_targets_;
   at::Tensor post_forward_shard_; // 1D

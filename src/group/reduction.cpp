@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "group/flat_views.h"
@@ -25,6 +26,23 @@ void for_each_part(
   }
 }
 
+/// The dtype that the shards of all have.
+std::optional<at::ScalarType> common_dtype(const std::vector<FSDPParam*>& params) {
+  const auto dtype = params.front()->dtype();
+  const bool common = std::all_of(
+      params.begin(), params.end(), [&](const auto* param) { return param->dtype() == dtype; });
+  return common ? std::optional(dtype) : std::nullopt;
+}
+
+/// Whether somebody reads their gradients, of that dtype, as soon as they are there:
+/// adds them, casts them, or has a hook.
+bool are_read_at_once(const std::vector<FSDPParam*>& params, at::ScalarType dtype) {
+  return std::any_of(params.begin(), params.end(), [&](const auto* param) {
+    return param->tensor().grad().defined() || param->dtype() != dtype ||
+           torch::autograd::impl::post_acc_grad_hooks(param->tensor());
+  });
+}
+
 } // namespace
 
 // Note [Two reductions]
@@ -37,6 +55,9 @@ void for_each_part(
 //   post-backward of group n - 1  finish n's, start its all-reduce
 //   post-backward of group n - 3  finish n's all-reduce: at most two are alive
 //   end of backward               finish the rest
+//
+// Offloaded gradients leave the device behind their reduce-scatter, on its stream,
+// without anybody waiting for them: then only its input waits for the next group.
 //
 // A backward with `all_reduce_grads` off keeps the reduce-scattered gradients
 // as partial sums, to which the next reduce-scatter adds.
@@ -115,6 +136,12 @@ void FSDPParamGroup::reduce(at::ScalarType dtype) {
            .force_sum = force_sum_reduction}),
       .stream = comm->reduce_scatter_stream()};
   reduction.reducing = start_reduce(*reduce_scatter_, inputs, reduction.request);
+  if (finishes_on_stream(reduction)) {
+    const c10::OptionalStreamGuard on(reduction.request.stream);
+    std::exchange(reduction.reducing.work, {}).wait(); // it may hold on to the output
+    finish_grads(reduction);
+    reduction.grads_are_enqueued = true;
+  }
   reduce_scatters_.push_back(std::move(reduction));
   comm->add_reduce_scatter(weak_from_this());
 }
@@ -127,7 +154,7 @@ void FSDPParamGroup::finish_reduce_scatter() {
   reduce_scatters_.pop_front();
   const auto compute = optional_current_stream(device());
   const auto scatter = reduction.request.stream;
-  {
+  if (!reduction.grads_are_enqueued) {
     const c10::OptionalStreamGuard on(scatter);
     std::exchange(reduction.reducing.work, {}).wait();
     add_partial_grads(reduction);
@@ -223,24 +250,26 @@ void FSDPParamGroup::finish_grads(Reduction& reduction) {
   });
 }
 
+/// Whether all that is left to do is a copy to the host that the host does not wait
+/// for. Then the reduced gradients need not stay on the device until they are finished.
+bool FSDPParamGroup::finishes_on_stream(const Reduction& reduction) const {
+  const auto dtype = common_dtype(reduction.params);
+  return offload_ && offload_->pin_memory && has_streams(device()) && !replicate_group_ &&
+         !all_reduce_hook_ && dtype && !are_read_at_once(reduction.params, *dtype);
+}
+
 /// Reduced gradients in the shards' dtype, where they have one, and memory.
 at::Tensor FSDPParamGroup::to_shards(const at::Tensor& flat, const Reduction& reduction) {
   at::NoGradGuard no_grad;
-  const auto& params = reduction.params;
-  const auto dtype = params.front()->dtype();
-  const bool one_dtype = std::all_of(
-      params.begin(), params.end(), [&](const auto* param) { return param->dtype() == dtype; });
-  const auto cast = one_dtype ? flat.to(dtype) : flat;
+  const auto dtype = common_dtype(reduction.params);
+  const auto cast = dtype ? flat.to(*dtype) : flat;
   if (cast.device() == shard_.device()) {
     return cast;
   }
   const bool pinned = offload_->pin_memory;
   auto on_host = at::empty(cast.sizes(), cast.options().device(at::kCPU).pinned_memory(pinned));
-  // Somebody reads it at once, or it may arrive by the end of backward.
-  const bool used_now = std::any_of(params.begin(), params.end(), [&](const auto* param) {
-    return param->tensor().grad().defined() || param->dtype() != cast.scalar_type() ||
-           torch::autograd::impl::post_acc_grad_hooks(param->tensor());
-  });
+  // Else it may arrive by the end of backward.
+  const bool used_now = are_read_at_once(reduction.params, cast.scalar_type());
   on_host.copy_(cast, /*non_blocking=*/pinned && !used_now);
   grads_on_host_ = StreamEvent::of(optional_current_stream(cast.device()));
   return on_host;

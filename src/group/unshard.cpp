@@ -44,13 +44,13 @@ void FSDPParamGroup::unshard(bool async_op, bool for_recomputation) {
       training_state == TrainingState::PreBackward) {
     wait_for_stream(streams.copy_in, optional_current_stream(device())); // has made that shard
     pending_ = start_gather(*all_gather_, post_forward_shard_, post_forward_group_, streams);
+    comm->gather_issued(static_cast<int64_t>(pending_->buffer.nbytes()));
     return;
   }
   lazy_init();
   post_forward_shard_ = at::Tensor(); // a forward wants the shards as they are now
   sharded_state_ = is_unsharded() ? sharded_state_ : ShardedState::Sharded;
-  const bool placed =
-      plan_ && all_gather_ == default_all_gather() && places_gathers(group_, device());
+  const bool placed = places_ && all_gather_ == default_all_gather();
   at::Tensor buffer;
   at::Tensor input;
   {
@@ -64,10 +64,11 @@ void FSDPParamGroup::unshard(bool async_op, bool for_recomputation) {
     pending_ = Gathered{
         .input = input, .buffer = input, .work = {}, .issued = StreamEvent::of(streams.copy_in)};
   } else if (placed) {
-    pending_ = start_placed_gather(std::move(input), group_, plan_);
+    pending_ = start_placed_gather(std::move(input), group_, plan_, streams);
   } else {
     pending_ = start_gather(*all_gather_, std::move(input), group_, streams, std::move(buffer));
   }
+  comm->gather_issued(static_cast<int64_t>(pending_->buffer.nbytes()));
 }
 
 /// What this rank sends: the shard buffer as it lies, or one copy of it that
@@ -157,7 +158,12 @@ void FSDPParamGroup::wait_for_unshard() {
   try {
     pending_->wait(current);
     if (pending_->placed) {
-      unsharded_->adopt(pending_->buffer);
+      if (unsharded_->allocated()) {
+        free_unsharded(); // outdated
+      }
+      unsharded_->adopt(std::exchange(pending_->buffer, at::Tensor()));
+      unsharded_stream_ = pending_->stream;
+      pending_->work = {}; // it may hold on to the buffer
     } else if (unsharded_) {
       unsharded_->allocate();
       copy_out_all();
@@ -171,6 +177,10 @@ void FSDPParamGroup::wait_for_unshard() {
   sharded_state_ = ShardedState::Unsharded;
   maybe_outdated_ = false;
   show(Face::Unsharded);
+  if (pending_->placed && pending_->input.is_same(shard_)) {
+    forget_pending(); // none of its memory is free now
+    return;
+  }
   auto copied_out = StreamEvent::of(current);
   if (forward && has_streams(device())) {
     comm->park(*std::move(pending_), std::move(copied_out));
@@ -195,7 +205,7 @@ void FSDPParamGroup::copy_out_all() {
     }
     return;
   }
-  if (plan_) {
+  if (plan_ && device().is_cpu()) {
     copy_out(pending_->buffer, *plan_, unsharded_->tensor());
     return;
   }
@@ -279,13 +289,23 @@ void FSDPParamGroup::to_sharded() {
   show(Face::Sharded);
   post_forward_shard_ = at::Tensor();
   if (unsharded_ && unsharded_->allocated() && !pending_) {
-    unsharded_->free();
+    free_unsharded();
   }
   sharded_state_ = ShardedState::Sharded;
   maybe_outdated_ = false;
   if (was_changed()) {
     discard_pending(); // of what was there before
     build();
+  }
+}
+
+/// Where a gather allocated the memory, its stream must wait for the current one
+/// before it goes; see Note [Who keeps communication buffers alive].
+void FSDPParamGroup::free_unsharded() {
+  auto memory = unsharded_->free();
+  const auto stream = std::exchange(unsharded_stream_, std::nullopt);
+  if (stream && stream != optional_current_stream(device())) {
+    comm->retire(std::move(memory), stream, /*overlap=*/training_state == TrainingState::Forward);
   }
 }
 

@@ -37,12 +37,14 @@ void FreeableBuffer::allocate() {
   set_memory(allocator->allocate(nbytes_));
 }
 
-void FreeableBuffer::adopt(const at::Tensor& tensor) {
+void FreeableBuffer::adopt(at::Tensor tensor) {
   auto* from = tensor.storage().unsafeGetStorageImpl();
-  TORCH_INTERNAL_ASSERT(from->nbytes() == nbytes_ && tensor.device() == tensor_.device());
+  TORCH_INTERNAL_ASSERT(
+      !allocated_ && from->nbytes() == nbytes_ && tensor.device() == tensor_.device());
   auto memory = from->set_data_ptr(at::DataPtr(nullptr, tensor.device()));
   from->set_nbytes(0);
   set_memory(std::move(memory));
+  lender_ = std::move(tensor);
 }
 
 void FreeableBuffer::set_memory(at::DataPtr memory) {
@@ -55,15 +57,24 @@ void FreeableBuffer::set_memory(at::DataPtr memory) {
   allocated_ = true;
 }
 
-void FreeableBuffer::free() {
+at::Tensor FreeableBuffer::free() {
   auto* storage = tensor_.storage().unsafeGetStorageImpl();
+  auto lender = std::exchange(lender_, at::Tensor());
+  {
+    auto memory = storage->set_data_ptr(storage->allocator()->allocate(0));
+    if (lender.defined()) {
+      auto* to = lender.storage().unsafeGetStorageImpl();
+      to->set_data_ptr_noswap(std::move(memory));
+      to->set_nbytes(nbytes_);
+    }
+  }
   storage->set_nbytes(0);
-  storage->set_data_ptr_noswap(storage->allocator()->allocate(0));
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   // 2.11 cannot take the message back; a touch there is a null pointer.
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message_);
 #endif
   allocated_ = false;
+  return lender;
 }
 
 } // namespace fsdp::detail

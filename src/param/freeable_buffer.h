@@ -30,14 +30,18 @@ class FreeableBuffer {
     return allocated_;
   }
   void allocate();
-  /// Takes the memory of a tensor of this size and dtype, which has none then.
-  void adopt(const at::Tensor& tensor);
-  void free();
+  /// Takes the memory of a tensor of this size and dtype, which has none then. Not
+  /// while it has memory.
+  void adopt(at::Tensor tensor);
+  /// Gives adopted memory back to the tensor that it was taken of, and that to the
+  /// caller: it is free when he drops it. Else there is none to return.
+  at::Tensor free();
 
  private:
   void set_memory(at::DataPtr memory);
 
   at::Tensor tensor_;
+  at::Tensor lender_; // of adopted memory
   std::string message_;
   size_t nbytes_ = 0;
   bool allocated_ = false;

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "process_group/gather_plan.h"
 
 namespace fsdp::detail {
 
@@ -53,6 +54,23 @@ ReduceOp from_c10d(const c10d::ReduceOp& op) {
   }
 }
 
+/// Each part is gathered by itself, all in one launch.
+c10::intrusive_ptr<c10d::Work> gather_parts(
+    c10d::Backend& backend,
+    const at::Tensor& output,
+    const at::Tensor& input,
+    const GatherPlan& plan) {
+  std::vector<at::Tensor> outputs;
+  std::vector<at::Tensor> inputs;
+  for (const auto& part : plan.parts) {
+    if (part.numel > 0) {
+      outputs.push_back(output.narrow(0, part.out, part.numel * plan.ranks));
+      inputs.push_back(input.narrow(0, part.in, part.numel));
+    }
+  }
+  return backend.allgather_into_tensor_coalesced(outputs, inputs, {});
+}
+
 at::Tensor single(const std::vector<at::Tensor>& tensors) {
   TORCH_CHECK_VALUE(tensors.size() == 1, "one tensor per rank, not ", tensors.size());
   return tensors.front();
@@ -64,7 +82,6 @@ c10::intrusive_ptr<c10d::Work> issue(c10d::Backend& backend, const CollectiveCal
   if (auto* local = dynamic_cast<LocalBackend*>(&backend)) {
     return local->issue_call(call);
   }
-  TORCH_INTERNAL_ASSERT(!call.plan, "see places_gathers");
   // Flat, because some backends compare shapes where only counts matter; an
   // all-to-all with splits counts in rows.
   const bool flat = call.out_splits.empty() && call.in_splits.empty();
@@ -73,6 +90,9 @@ c10::intrusive_ptr<c10d::Work> issue(c10d::Backend& backend, const CollectiveCal
   std::vector<at::Tensor> outputs{output};
   switch (call.kind) {
     case CollectiveKind::AllGather:
+      if (call.plan) {
+        return gather_parts(backend, output, input, *call.plan);
+      }
       return backend._allgather_base(output, input, {});
     case CollectiveKind::ReduceScatter: {
       c10d::ReduceScatterOptions options;

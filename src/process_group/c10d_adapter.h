@@ -30,6 +30,11 @@ class LocalBackend : public c10d::Backend {
   /// `call` has been checked.
   virtual c10::intrusive_ptr<c10d::Work> issue_call(CollectiveCall call) = 0;
 
+  /// Whether a gather by a plan takes but one launch for each part.
+  virtual bool places_on_devices() const {
+    return false;
+  }
+
   const std::string getBackendName() const override {
     return name_;
   }

@@ -21,19 +21,38 @@ class DoneWork : public c10d::Work {
   }
 };
 
-bool fits_wide_elements(const at::Tensor& flat) {
+bool fits_wide_elements(const at::Tensor& rows) {
   constexpr size_t kWide = 16;
-  return flat.nbytes() % kWide == 0 && flat.storage_offset() * flat.element_size() % kWide == 0 &&
-         reinterpret_cast<uintptr_t>(flat.const_data_ptr()) % kWide == 0;
+  return rows.size(1) * rows.element_size() % kWide == 0 &&
+         rows.storage_offset() * rows.element_size() % kWide == 0 &&
+         reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kWide == 0;
 }
 
-void repeat(at::Tensor out, at::Tensor in, int64_t times) {
-  if (!in.is_cpu() && fits_wide_elements(in) && fits_wide_elements(out)) {
-    // The same bytes in the largest elements there are, which a GPU copies fastest.
-    in = in.view(at::kComplexDouble);
-    out = out.view(at::kComplexDouble);
+/// So many rows of `numel` from an offset on; with a stride of 0, one for all.
+at::Tensor as_rows(
+    const at::Tensor& flat, int64_t offset, int64_t times, int64_t numel, int64_t stride) {
+  return flat.as_strided({times, numel}, {stride, 1}, flat.storage_offset() + offset);
+}
+
+/// `numel` elements of `in` from an offset on into `out` from an offset on, `times` times.
+void repeat(
+    const at::Tensor& out,
+    int64_t out_offset,
+    const at::Tensor& in,
+    int64_t in_offset,
+    int64_t numel,
+    int64_t times) {
+  if (numel == 0) {
+    return;
   }
-  out.view({times, in.numel()}).copy_(in.expand({times, in.numel()}));
+  auto to = as_rows(out, out_offset, times, numel, numel);
+  auto from = as_rows(in, in_offset, times, numel, 0);
+  if (!in.is_cpu() && fits_wide_elements(from) && fits_wide_elements(to)) {
+    // The same bytes in the largest elements there are, which a GPU copies fastest.
+    from = from.view(at::kComplexDouble);
+    to = to.view(at::kComplexDouble);
+  }
+  to.copy_(from);
 }
 
 void premultiply(at::Tensor& tensor, const ReduceOp& op) {
@@ -51,11 +70,15 @@ c10::intrusive_ptr<c10d::Work> FakeBackend::issue_call(CollectiveCall call) {
   const int64_t size = getSize();
   switch (call.kind) {
     case CollectiveKind::AllGather:
-      if (call.plan) {
+      if (!call.plan) {
+        repeat(out.view(-1), 0, in.view(-1), 0, in.numel(), size);
+      } else if (in.is_cpu()) {
         place_repeated(out, in, *call.plan);
-        break;
+      } else {
+        for (const auto& part : call.plan->parts) {
+          repeat(out, part.out, in, part.in, part.numel, size);
+        }
       }
-      repeat(out.view(-1), in.view(-1), size);
       break;
     case CollectiveKind::ReduceScatter:
       out.view(-1).copy_(in.view({size, out.numel()}).select(0, getRank()));

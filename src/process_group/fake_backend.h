@@ -14,6 +14,9 @@ class FakeBackend : public LocalBackend {
       : LocalBackend(rank, size, name) {}
 
   c10::intrusive_ptr<c10d::Work> issue_call(CollectiveCall call) override;
+  bool places_on_devices() const override {
+    return true;
+  }
 };
 
 class FakeFactory : public BackendFactory {

@@ -1,12 +1,54 @@
 #include "process_group/gather_plan.h"
 
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
+#include "base/check.h"
 #include "process_group/c10d_adapter.h"
+#include "process_group/launch_env.h"
 
 namespace fsdp::detail {
+
+namespace {
+
+PlaceGathers asked_for() {
+  const auto asked = process_env("FSDP_PLACED_GATHERS").value_or("auto");
+  FSDP_CHECK_AS(
+      ConfigError, asked == "auto" || asked == "always" || asked == "never",
+      "FSDP_PLACED_GATHERS is '", asked, "', not one of auto, always, never");
+  return asked == "always"  ? PlaceGathers::Always
+         : asked == "never" ? PlaceGathers::Never
+                            : PlaceGathers::WhereWorthIt;
+}
+
+/// Whether each part begins where NCCL can move many bytes at a time. Those of
+/// the whole buffer do: see flat_layout.
+bool is_aligned(const GatherPlan& plan, int64_t element_size) {
+  constexpr int64_t kAlignment = 16;
+  return std::all_of(plan.parts.begin(), plan.parts.end(), [&](const auto& part) {
+    return part.in * element_size % kAlignment == 0 &&
+           part.numel * element_size % kAlignment == 0 && part.out * element_size % kAlignment == 0;
+  });
+}
+
+/// Whether the copy-out that is spared takes longer than to launch the parts one
+/// by one, on host and device.
+bool has_large_parts(const GatherPlan& plan, int64_t element_size) {
+  constexpr int64_t kWorthIt = 1 << 20; // bytes of whole parameter
+  const auto num_parts = static_cast<int64_t>(plan.parts.size());
+  return plan.in_numel * plan.ranks * element_size >= kWorthIt * num_parts;
+}
+
+} // namespace
+
+std::atomic<PlaceGathers>& place_gathers() {
+  static std::atomic<PlaceGathers> asked = asked_for();
+  return asked;
+}
 
 void place(const at::Tensor& out, const std::vector<const void*>& inputs, const GatherPlan& plan) {
   const auto size = static_cast<int64_t>(out.element_size());
@@ -17,6 +59,19 @@ void place(const at::Tensor& out, const std::vector<const void*>& inputs, const 
       std::memcpy(
           run + done * size, static_cast<const char*>(*input++) + part.in * size,
           std::min(part.numel, part.whole - done) * size);
+    }
+  }
+}
+
+void place_on_device(
+    const at::Tensor& out, const at::Tensor& in, const GatherPlan& plan, int64_t rank) {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (const auto& part : plan.parts) {
+    const auto before = rank * part.numel;
+    const auto numel = std::min(part.numel, part.whole - before);
+    if (numel > 0) {
+      out.narrow(0, part.out + before, numel)
+          .copy_(in.narrow(0, part.in, numel), /*non_blocking=*/true);
     }
   }
 }
@@ -34,8 +89,24 @@ void place_repeated(const at::Tensor& out, const at::Tensor& in, const GatherPla
   }
 }
 
-bool places_gathers(const ProcessGroup& group, c10::Device device) {
-  return device.is_cpu() && dynamic_cast<const LocalBackend*>(group.backend().get()) != nullptr;
+bool places_gathers(
+    const ProcessGroup& group, const GatherPlan& plan, const at::TensorOptions& options) {
+  const auto& backend = *group.backend();
+  const auto* local = dynamic_cast<const LocalBackend*>(&backend);
+  const auto asked = place_gathers().load();
+  if (asked == PlaceGathers::Never) {
+    return false;
+  }
+  const auto device = options.device();
+  if (!device.is_cuda() || plan.in_numel == 0) {
+    return device.is_cpu() && local;
+  }
+  const auto element_size = static_cast<int64_t>(options.dtype().itemsize());
+  const bool can = local || (backend.getBackendName() == "nccl" && is_aligned(plan, element_size));
+  if (!can || asked == PlaceGathers::Always) {
+    return can;
+  }
+  return (!local || local->places_on_devices()) && has_large_parts(plan, element_size);
 }
 
 Work all_gather_placed_async(

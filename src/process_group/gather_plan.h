@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -13,13 +15,20 @@ namespace fsdp::detail {
 //
 // An all-gather leaves what the ranks sent one behind the other, while a whole
 // parameter is made of one part of each: a second pass over all memory, and a
-// second buffer. A backend that moves the bytes itself can put every part where
-// it belongs at once. On the CPU ours do; other transports know one destination
-// per rank, and their result is copied out by the same plan.
+// second buffer. Where parts can be gathered one by one, every one is put where
+// it belongs at once:
+// - On the CPU our own backends move the bytes themselves, and always do; what
+//   other transports gather is copied out by the same plan.
+// - On a GPU each part is an operation: a copy (fake), one of a grouped launch
+//   (nccl), or as many copies as there are ranks (threads, which therefore leave
+//   it). That pays where parts are large, and where they are aligned; else one
+//   gather and one copy-out are quicker.
+// All ranks must decide alike, so it is decided by what they all know.
+// Streams and lifetimes: see Note [Who keeps communication buffers alive].
 
 /// Where the parts of what each rank sends belong. Part p of rank r goes to
 /// `out + r * numel` of p, so that the ranks' form one run. What comes last in a
-/// run may be padding, which is not written.
+/// run may be padding, for which there is room: it need not be written.
 struct GatherPlan {
   struct Part {
     int64_t in = 0; // offsets and lengths in elements
@@ -36,12 +45,24 @@ struct GatherPlan {
 /// Puts what the ranks sent, by rank, in its places: bytes, on the CPU. Moves no
 /// version counter.
 void place(const at::Tensor& out, const std::vector<const void*>& inputs, const GatherPlan& plan);
+/// What one rank sent, on a device: a copy for each part, on the current stream.
+void place_on_device(
+    const at::Tensor& out, const at::Tensor& in, const GatherPlan& plan, int64_t rank);
 
-/// The same as if all ranks had sent this.
+/// The same as if all ranks had sent this, on the CPU.
 void place_repeated(const at::Tensor& out, const at::Tensor& in, const GatherPlan& plan);
 
-/// Whether the group's backend gathers by a plan.
-bool places_gathers(const ProcessGroup& group, c10::Device device);
+/// On GPUs: where it is worth it, wherever it can be done (`threads` too), or
+/// not, which holds for the CPU as well.
+enum class PlaceGathers : std::uint8_t { WhereWorthIt, Always, Never };
+
+/// What FSDP_PLACED_GATHERS (auto, always, never) says; tests set it.
+std::atomic<PlaceGathers>& place_gathers();
+
+/// Whether the group's backend is to gather tensors of these options by a plan:
+/// the same on all ranks.
+bool places_gathers(
+    const ProcessGroup& group, const GatherPlan& plan, const at::TensorOptions& options);
 
 /// `in` of every rank into its places in `out`. For a group that can.
 Work all_gather_placed_async(

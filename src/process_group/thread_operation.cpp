@@ -146,7 +146,7 @@ void ThreadOperation::compute(int rank) {
   const auto n = static_cast<int64_t>(calls_.size());
   switch (mine.kind) {
     case CollectiveKind::AllGather:
-      if (mine.plan) {
+      if (mine.plan && mine.output.is_cpu()) {
         std::vector<const void*> inputs;
         for (const auto& peer : calls_) {
           inputs.push_back(peer.call.input.const_data_ptr());
@@ -155,7 +155,12 @@ void ThreadOperation::compute(int rank) {
         break;
       }
       for (int64_t i = 0; i < n; ++i) {
-        copy_flat(part(mine.output, i, n), calls_[i].call.input.view(-1));
+        const auto& input = calls_[i].call.input;
+        if (mine.plan) {
+          place_on_device(mine.output, input, *mine.plan, i);
+        } else {
+          copy_flat(part(mine.output, i, n), input.view(-1));
+        }
       }
       break;
     case CollectiveKind::ReduceScatter: {

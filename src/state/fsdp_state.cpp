@@ -181,6 +181,7 @@ void FSDPState::end_forward(const void* module, const std::vector<at::Tensor*>& 
         } else {
           complete_forward();
         }
+        comm_->release_retired();
       }
       return;
     }
@@ -216,6 +217,7 @@ std::function<void()> FSDPState::end_root_forward(std::function<void()> hook) {
     }
   }
   comm_->release_parked();
+  comm_->release_retired();
   context_->forward_root = nullptr;
   context_->forward_checked = true;
   if (inside_backward()) {

@@ -44,7 +44,7 @@ TEST(Gather, PutsPartsWhereTheyBelong) {
       EXPECT_SAME(whole.narrow(0, 8, 3), torch::tensor({2.f, 12.f, 22.f}));
       EXPECT_EQ(whole[11].item<float>(), 3);
     };
-    ASSERT_TRUE(places_gathers(default_group(), torch::kCPU));
+    ASSERT_TRUE(places_gathers(default_group(), *plan, torch::kCPU));
     CommDebugMode comm;
     auto placed = start_placed_gather(shard, default_group(), plan);
     placed.wait({});

@@ -1,6 +1,12 @@
 // What replicas of shards overlap: FSDP2's table of stream behaviour, on a
 // fake world of two replicas of two shards. The all-reduce is delayed by its
 // hook, which runs on its stream.
+#include <ATen/record_function.h>
+
+#include <memory>
+#include <optional>
+#include <string_view>
+
 #include "gpu/overlap_fixture.h"
 
 namespace fsdp {
@@ -84,6 +90,53 @@ TEST_F(HsdpOverlapOnGpu, BothHideBehindCompute) {
       "HSDP, %ld layers, backward twice a delay each: both delayed add %.2f delays of %ld", kLayers,
       both, 2 * kLayers);
   EXPECT_TRUE(between(both, 1.5, 2 * kLayers - 1));
+}
+
+/// Delays every cast that is not on the compute stream, while it lives: those of reduced
+/// gradients to the dtype of the shards.
+struct LateCasts {
+  LateCasts() {
+    const auto begin =
+        [](const at::RecordFunction& called) -> std::unique_ptr<at::ObserverContext> {
+      if (std::string_view(called.name()) == "aten::_to_copy" && gpu_stream() != *compute) {
+        gpu_sleep(ms);
+        ++count;
+      }
+      return nullptr;
+    };
+    compute = gpu_stream();
+    count = 0;
+    handle = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(begin).scopes({at::RecordScope::FUNCTION}));
+  }
+  ~LateCasts() {
+    at::removeCallback(handle);
+  }
+  LateCasts(const LateCasts&) = delete;
+  LateCasts& operator=(const LateCasts&) = delete;
+
+  static inline std::optional<c10::Stream> compute;
+  static inline double ms = 0;
+  static inline int count = 0;
+  at::CallbackHandle handle = 0;
+};
+
+// What follows a reduction is on its stream: a layer's cast holds up the next layer's.
+TEST_F(HsdpOverlapOnGpu, CastsOfReducedGradientsAreInSeries) {
+  DelayedStack stack(
+      kLayers, 0, init_device_mesh(torch::kCUDA, {2, 2}, {"dp_replicate", "dp_shard"}),
+      /*placed=*/false, {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kBFloat16});
+  const auto backward = [&] {
+    stack.net->zero_grad();
+    return stack.backward_ms();
+  };
+  const double without = backward();
+  LateCasts late;
+  LateCasts::ms = kDelay;
+  const double casts = (backward() - without) / delay;
+  figure("HSDP, %ld layers without compute: delayed casts add %.2f delays", kLayers, casts);
+  EXPECT_GE(LateCasts::count, kLayers);
+  EXPECT_TRUE(between(casts, 0.7 * (kLayers - 1), 1.4 * kLayers));
 }
 
 TEST_F(HsdpOverlapOnGpu, TheCallersStreamSeesTheResult) {

@@ -51,6 +51,47 @@ TEST(NcclOnGpu, OneRankHasEveryCollective) {
   });
 }
 
+// Parts of an input, each into its place, in one launch and on NCCL's own stream.
+TEST(NcclOnGpu, PutsPartsWhereTheyBelong) {
+  SKIP_WITHOUT_GPU();
+  in_a_process([] {
+    gpu_sleep(0);
+    const auto group = nccl_alone();
+    const OwnStream own;
+    constexpr int64_t kPart = 1 << 18;
+    const auto plan = std::make_shared<detail::GatherPlan>(detail::GatherPlan{
+        .parts =
+            {{.in = 0, .out = kPart, .numel = kPart, .whole = kPart},
+             {.in = kPart, .out = 0, .numel = 0, .whole = 0},
+             {.in = kPart, .out = 0, .numel = 256, .whole = 256}},
+        .ranks = 1,
+        .in_numel = kPart + 256,
+        .out_numel = 2 * kPart});
+    const auto options = torch::device(gpu()).dtype(torch::kBFloat16);
+    EXPECT_FALSE(detail::places_gathers(group, *plan, options)); // half a MiB in three parts
+    {
+      const PlacedGathers always(detail::PlaceGathers::Always);
+      EXPECT_TRUE(detail::places_gathers(group, *plan, options));
+      auto odd = *plan;
+      odd.parts[2].numel = 255;
+      EXPECT_FALSE(detail::places_gathers(group, odd, options));
+    }
+    for (int step = 1; step < 10; ++step) {
+      gpu_sleep(5);
+      auto in = torch::full({kPart + 256}, step, options);
+      in.narrow(0, kPart, 256).fill_(-step);
+      auto out = torch::zeros({2 * kPart}, options);
+      auto work = detail::all_gather_placed_async(group, out, in, plan);
+      in = torch::Tensor(); // its memory is used again
+      const auto junk = torch::full({kPart + 256}, 77, options);
+      work.wait();
+      EXPECT_TRUE((out.narrow(0, kPart, kPart) == step).all().item<bool>());
+      EXPECT_TRUE((out.narrow(0, 0, 256) == -step).all().item<bool>());
+      EXPECT_TRUE((out.narrow(0, 256, kPart - 256) == 0).all().item<bool>());
+    }
+  });
+}
+
 TEST(NcclOnGpu, IsPickedWhereThereIsAGpu) {
   SKIP_WITHOUT_GPU();
   in_a_process([] {
@@ -190,6 +231,16 @@ TEST_F(NcclRanks, MatchTheDefinitionsAndTrain) {
   check_every_collective(default_group(), 5, mine);
   check_every_collective(default_group(), 70'000, mine);
   const auto mesh = init_device_mesh(torch::kCUDA, {get_world_size()});
+  for (const auto place : {detail::PlaceGathers::Never, detail::PlaceGathers::Always}) {
+    const PlacedGathers placed(place); // by parts that divide evenly
+    auto net = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
+    auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
+    reference->to(mine);
+    shard_transformer(net, {.mesh = mesh});
+    train_and_compare(net, reference, [&](Transformer& each, int step) {
+      return each(random_tokens(step, {2, 16}, 8).to(mine)).sum();
+    });
+  }
   for (const ReshardAfterForward& reshard :
        {ReshardAfterForward(true), ReshardAfterForward(false)}) {
     auto net = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});

@@ -46,15 +46,24 @@ struct SleepyStackImpl : torch::nn::Module {
 };
 FSDP_MODULE(SleepyStack);
 
-/// Such a stack, one group per layer, with what delays its collectives.
+/// Such a stack, one group per layer, with what delays its collectives: for placed
+/// gathers LateGathers does.
 struct DelayedStack {
-  DelayedStack(int64_t depth, double compute_ms, const DeviceMesh& mesh)
+  DelayedStack(
+      int64_t depth,
+      double compute_ms,
+      const DeviceMesh& mesh,
+      bool placed = false,
+      const MixedPrecisionPolicy& precision = {})
       : net(depth, compute_ms),
         gather(std::make_shared<DelayedAllGather>()),
         scatter(std::make_shared<DelayedReduceScatter>()) {
     for (auto& layer : net->layers) {
-      layers.push_back(fully_shard(layer, {.mesh = mesh, .reshard_after_forward = true}));
-      layers.back().set_custom_all_gather(gather);
+      layers.push_back(fully_shard(
+          layer, {.mesh = mesh, .reshard_after_forward = true, .mp_policy = precision}));
+      if (!placed) {
+        layers.back().set_custom_all_gather(gather);
+      }
       layers.back().set_custom_reduce_scatter(scatter);
     }
     fully_shard(net, {.mesh = mesh, .reshard_after_forward = true});

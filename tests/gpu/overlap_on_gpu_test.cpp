@@ -66,6 +66,30 @@ TEST_P(OverlapOnGpu, BackwardShowsTheFirstGatherAndTheLastReduction) {
   EXPECT_TRUE(between(both - alone, 1.5 * comm, 2.8 * comm));
 }
 
+// Two buffers that take turns are enough for the same.
+TEST_P(OverlapOnGpu, PlacedGathersHideAsWell) {
+  SKIP_WITHOUT_GPU();
+  const OneOfTwo world;
+  const PlacedGathers always(detail::PlaceGathers::Always);
+  DelayedStack stack(kLayers, kCompute, init_device_mesh(torch::kCUDA, {2}), /*placed=*/true);
+  prefetch(stack, GetParam());
+  LateGathers late;
+  const double forward_alone = stack.forward_ms();
+  const double backward_alone = stack.backward_ms();
+  const double comm = median_gpu_ms([] { gpu_sleep(kComm); });
+  EXPECT_GT(late.num_placed, 0);
+  late.ms = kComm;
+  stack.scatter->before_ms = kComm;
+  const double forward = stack.forward_ms();
+  const double backward = stack.backward_ms();
+  figure(
+      "placed, %ld layers, prefetch %d: forward %.1f ms, with gathers of %.1f ms %.1f ms; backward "
+      "%.1f ms, with gathers and reductions %.1f ms",
+      kLayers, GetParam(), forward_alone, comm, forward, backward_alone, backward);
+  EXPECT_TRUE(between(forward - forward_alone, 0.6 * comm, 1.6 * comm));
+  EXPECT_TRUE(between(backward - backward_alone, 1.5 * comm, 2.8 * comm));
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Prefetch, OverlapOnGpu, testing::Values(0, 1, 2), testing::PrintToStringParamName());
 

@@ -61,17 +61,21 @@ struct Plan {
   int prefetch = 0;
   int microbatches = 1;
   size_t input_buffers = 1;
+  bool placed = false; // and so not by an all-gather of the test's own
 };
 
 /// Every gradient of every step, and the parameters after it.
 std::vector<torch::Tensor> train(const Plan& run, const Late& late, bool is_late) {
   auto net = seeded<LateStack>(16, 4);
+  LateGathers late_gathers;
   const auto gather = std::make_shared<DelayedAllGather>();
   const auto scatter = std::make_shared<DelayedReduceScatter>();
   std::vector<FSDPModule> mlps;
   for (auto& mlp : net->mlps) {
     mlps.push_back(fully_shard(mlp, run.options));
-    mlps.back().set_custom_all_gather(gather);
+    if (!run.placed) {
+      mlps.back().set_custom_all_gather(gather);
+    }
     mlps.back().set_custom_reduce_scatter(scatter);
     mlps.back().set_all_reduce_hook(
         [ms = is_late ? late.all_reduce : 0](torch::Tensor&) { gpu_sleep(ms); });
@@ -85,6 +89,7 @@ std::vector<torch::Tensor> train(const Plan& run, const Late& late, bool is_late
   }
   if (is_late) {
     net->late_ms = late.compute;
+    late_gathers.ms = run.placed ? late.gather_before + late.gather_after : 0;
     gather->before_ms = late.gather_before;
     gather->after_ms = late.gather_after;
     scatter->before_ms = late.scatter_before;
@@ -111,6 +116,7 @@ std::vector<torch::Tensor> train(const Plan& run, const Late& late, bool is_late
       seen.push_back(param.detach().clone());
     }
   }
+  EXPECT_EQ(late_gathers.num_placed > 0, run.placed);
   return seen;
 }
 
@@ -160,6 +166,41 @@ TEST_P(LateStreamsOnGpu, ChangeNothingWithPrefetchCastsAndAccumulation) {
         .microbatches = 2,
         .input_buffers = 2};
   });
+}
+
+// The same over placed gathers, whose buffers are the parameters: what is gathered next
+// lands where a group before was.
+TEST_P(LateStreamsOnGpu, ChangeNoGradientWhereGathersArePlaced) {
+  SKIP_WITHOUT_GPU();
+  const PlacedGathers placed(detail::PlaceGathers::Always);
+  for (const ReshardAfterForward& reshard :
+       {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
+    expect_same_whoever_is_late(GetParam(), [&] {
+      return Plan{
+          .options =
+              {.mesh = init_device_mesh(torch::kCUDA, {get_world_size()}),
+               .reshard_after_forward = reshard},
+          .placed = true};
+    });
+  }
+}
+
+TEST_P(LateStreamsOnGpu, ChangeNothingWithPrefetchCastsAndAccumulationWherePlaced) {
+  SKIP_WITHOUT_GPU();
+  const PlacedGathers placed(detail::PlaceGathers::Always);
+  for (const int ahead : {0, 1, 2}) {
+    expect_same_whoever_is_late(GetParam(), [&] {
+      return Plan{
+          .options =
+              {.mesh = init_device_mesh(torch::kCUDA, {get_world_size()}),
+               .reshard_after_forward = true,
+               .mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat}},
+          .prefetch = ahead,
+          .microbatches = 2,
+          .input_buffers = 2,
+          .placed = true};
+    });
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(

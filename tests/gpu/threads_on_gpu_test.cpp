@@ -2,6 +2,7 @@
 #include <fsdp/distributed.h>
 #include <torch/torch.h>
 
+#include "process_group/fake_backend.h"
 #include "support/collective_checks.h"
 #include "support/gpu.h"
 
@@ -48,6 +49,45 @@ TEST_P(ThreadsOnGpu, OrderWorkOnStreamsWithoutWaitingForThem) {
       auto reused = torch::full({1 << 20}, -2.0, gpu());
       const auto expected = torch::arange(n, gpu()).add_(1 + step).view({n, 1}).to(torch::kFloat);
       EXPECT_TRUE((gathered == expected).all().item<bool>()) << "rank " << rank << " step " << step;
+    }
+  });
+}
+
+// By threads and, as if all had sent the same, by a fake group: aligned or not, with padding.
+TEST_P(ThreadsOnGpu, PutPartsWhereTheyBelong) {
+  const int n = GetParam();
+  run_ranks(n, [&](int rank) {
+    const OwnStream own;
+    for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kByte}) {
+      for (const int64_t numel : {1, 3, 64, 4096}) {
+        // The last rank's last element is padding.
+        const auto plan = std::make_shared<detail::GatherPlan>(detail::GatherPlan{
+            .parts =
+                {{.in = 0, .out = 0, .numel = numel, .whole = n * numel - 1},
+                 {.in = numel, .out = n * numel + 256, .numel = 8, .whole = n * 8}},
+            .ranks = n,
+            .in_numel = numel + 8,
+            .out_numel = n * (numel + 8) + 256});
+        const auto sent = torch::arange(numel + 8, torch::device(gpu())).remainder_(31).to(dtype);
+        const auto check = [&](const ProcessGroup& group, bool same) {
+          const auto in = same ? sent : sent + rank;
+          const auto out = torch::full({plan->out_numel}, 99, sent.options());
+          const auto version = out._version();
+          detail::all_gather_placed_async(group, out, in, plan).wait();
+          EXPECT_EQ(out._version(), version);
+          for (int from = 0; from < n; ++from) {
+            const auto expected = same ? sent : sent + from;
+            const auto length = from + 1 == n ? numel - 1 : numel;
+            EXPECT_TRUE(out.narrow(0, from * numel, length).equal(expected.narrow(0, 0, length)));
+            EXPECT_TRUE(
+                out.narrow(0, n * numel + 256 + from * 8, 8).equal(expected.narrow(0, numel, 8)));
+          }
+          EXPECT_TRUE((out.narrow(0, n * numel, 256) == 99).all().item<bool>()); // between them
+        };
+        check(default_group(), /*same=*/false);
+        check(
+            ProcessGroup(c10::make_intrusive<detail::FakeBackend>(rank, n), "fake"), /*same=*/true);
+      }
     }
   });
 }

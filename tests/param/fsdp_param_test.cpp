@@ -73,8 +73,10 @@ TEST(FreeableBuffer, TakesMemoryThatIsFilledAlready) {
   EXPECT_EQ(buffer.tensor().const_data_ptr(), memory); // nothing was copied
   EXPECT_SAME(view.clone(), torch::tensor({1.f, 2.f}));
   EXPECT_EQ(filled.storage().nbytes(), 0u);
-  buffer.free();
+  EXPECT_TRUE(buffer.free().is_same(filled)); // which has it again
   EXPECT_FALSE(buffer.allocated());
+  EXPECT_EQ(filled.const_data_ptr(), memory);
+  EXPECT_SAME(filled, torch::tensor({0.f, 1.f, 2.f}));
 }
 
 DataParallelMesh mesh() {

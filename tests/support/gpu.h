@@ -16,6 +16,9 @@
 #include <cstdio>
 #include <vector>
 
+#include "process_group/gather_plan.h"
+#include "process_group/observer.h"
+
 #define SKIP_WITHOUT_GPU()                  \
   if (!torch::cuda::is_available()) {       \
     GTEST_SKIP() << "there is no GPU here"; \
@@ -141,6 +144,30 @@ struct DelayedAllGather : AllGather {
   }
   double before_ms = 0;
   double after_ms = 0;
+};
+
+/// How gathers are done while this lives, on all ranks.
+struct PlacedGathers {
+  explicit PlacedGathers(detail::PlaceGathers how)
+      : before(detail::place_gathers().exchange(how)) {}
+  ~PlacedGathers() {
+    detail::place_gathers() = before;
+  }
+  PlacedGathers(const PlacedGathers&) = delete;
+  PlacedGathers& operator=(const PlacedGathers&) = delete;
+  const detail::PlaceGathers before;
+};
+
+/// Delays the stream of every gather that this thread starts, placed ones too.
+struct LateGathers : detail::CollectiveObserver {
+  void on_collective(const detail::ObservedCollective& started) override {
+    if (started.call.kind == detail::CollectiveKind::AllGather) {
+      gpu_sleep(ms);
+      num_placed += started.call.plan ? 1 : 0;
+    }
+  }
+  double ms = 0;
+  int num_placed = 0;
 };
 
 struct DelayedReduceScatter : ReduceScatter {
