@@ -63,6 +63,10 @@ void copy_past_caches(char* to, const char* from, size_t bytes) {
 class Background {
  public:
   ~Background() {
+    wait();
+  }
+
+  void wait() {
     if (thread_.joinable()) {
       thread_.join();
     }
@@ -71,9 +75,7 @@ class Background {
   /// Waits, and throws what the save threw, once.
   void finish() {
     const std::lock_guard lock(mutex_);
-    if (thread_.joinable()) {
-      thread_.join();
-    }
+    wait();
     if (auto error = std::exchange(error_, nullptr)) {
       std::rethrow_exception(error);
     }
@@ -82,9 +84,7 @@ class Background {
   /// Copies the tensors, and leaves the rest to a thread.
   std::future<void> start(SaveJob job, SeriesSteps steps) {
     const std::lock_guard lock(mutex_);
-    if (thread_.joinable()) { // of another thread, started since `finish`
-      thread_.join();
-    }
+    wait(); // for one of another thread, started since `finish`
     try {
       copy_parts(job.plan.parts);
     } catch (const std::exception&) { // no memory: all ranks hear of it in their futures
@@ -155,12 +155,26 @@ class Background {
   at::Tensor memory_; // 1D bytes
 };
 
+using Backgrounds =
+    std::map<std::weak_ptr<RankContext>, std::shared_ptr<Background>, std::owner_less<>>;
+
+/// Those under way when the process ends are waited for. Their memory is never freed then:
+/// pinned memory cannot be, once CUDA's own objects have gone.
+struct AtExit {
+  ~AtExit() {
+    for (const auto& item : all) {
+      item.second->wait();
+    }
+  }
+  Backgrounds& all = *new Backgrounds;
+};
+
 /// Ranks may be threads of one process: each has its own, until its world is gone.
-/// One that is under way when the process ends is waited for.
 std::shared_ptr<Background> current_background() {
-  using Key = std::weak_ptr<RankContext>;
+  using Key = Backgrounds::key_type;
   static std::mutex mutex;
-  static std::map<Key, std::shared_ptr<Background>, std::owner_less<>> all;
+  static AtExit at_exit;
+  auto& all = at_exit.all;
   std::vector<std::shared_ptr<Background>> gone; // ended without the lock
   const std::lock_guard lock(mutex);
   const auto has_world = [none = Key()](const Key& key) {

@@ -70,7 +70,8 @@ ForwardHook hook_of(std::string name, Style style) {
 struct Colwise {
   StyledModule at;
   ColwiseParallel style;
-  int64_t num_features; // of the whole output
+  int64_t num_features;               // of the whole output
+  EmbeddingImpl* embedding = nullptr; // where it is one
   MoveLabel input_label = label_of(at, "input 0");
   MoveLabel output_label = label_of(at, "output 0");
 
@@ -78,8 +79,16 @@ struct Colwise {
     auto& input = first(inputs, input_label);
     // Every rank computes other features from it, so gradients are summed.
     input = move_input(input, {at.mesh, style.input_layouts, Replicate{}, Partial{}}, input_label);
-    return [this](const Tensors& outputs) {
+    // On CUDA a lookup in rows without columns reads outside of them.
+    std::shared_ptr<Swapped<at::Tensor>> weight;
+    if (embedding && embedding->weight.size(1) == 0) {
+      const auto column = at::zeros({embedding->weight.size(0), 1}, embedding->weight.options());
+      weight = std::make_shared<Swapped<at::Tensor>>(
+          embedding->weight, at::cat({embedding->weight, column}, /*dim=*/1));
+    }
+    return [this, weight](const Tensors& outputs) {
       auto& output = first(outputs, output_label);
+      output = weight ? output.narrow(-1, 0, 0) : output;
       auto sizes = output.sizes().vec();
       sizes.back() = num_features;
       note_division(at.mesh, output.dim() - 1, num_features);
@@ -322,11 +331,12 @@ struct HooksOf {
   const StyledModule& at;
 
   Hooks operator()(const ColwiseParallel& style) const {
-    const auto* linear = dynamic_cast<const LinearImpl*>(at.module);
-    const auto num_features =
-        linear ? whole_size(linear->weight, 0)
-               : whole_size(dynamic_cast<const EmbeddingImpl&>(*at.module).weight, 1);
-    return {hook_of("ColwiseParallel", Colwise{at, style, num_features})};
+    if (const auto* linear = dynamic_cast<const LinearImpl*>(at.module)) {
+      return {hook_of("ColwiseParallel", Colwise{at, style, whole_size(linear->weight, 0)})};
+    }
+    auto& embedding = dynamic_cast<EmbeddingImpl&>(*at.module);
+    const auto num_features = whole_size(embedding.weight, 1);
+    return {hook_of("ColwiseParallel", Colwise{at, style, num_features, &embedding})};
   }
   Hooks operator()(const RowwiseParallel& style) const {
     if (auto* linear = dynamic_cast<LinearImpl*>(at.module)) {

@@ -34,7 +34,7 @@ struct TwoLayersImpl : torch::nn::Module {
       return x;
     }
     // What is made here, in between, has not passed the border of the root.
-    return border.leave(external ? c2(x, torch::full({1, 16}, 0.3)) : c2(x));
+    return border.leave(external ? c2(x, torch::full({1, 16}, 0.3, x.device())) : c2(x));
   }
   Layer c1, c2;
   Border border;

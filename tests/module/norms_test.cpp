@@ -36,7 +36,9 @@ template <class Make>
 auto seeded_by(const Make& make) {
   std::lock_guard lock(default_generator_mutex);
   torch::manual_seed(42);
-  return make();
+  auto net = make();
+  to_test_device(*net);
+  return net;
 }
 
 nn::Sequential conv_norm_conv() {
