@@ -182,7 +182,7 @@ TEST(TrainResume, KeepsTheNewestAndEveryMth) {
 
 TEST(TrainResume, RanksAsProcessesThatItStartsItself) {
   const auto folder = temporary_folder();
-  const auto threads = run(short_run(text_file(), {"--no-save"}));
+  const auto threads = run(short_run(text_file(), {}));
   const auto processes = run(short_run(text_file(), {"--run", folder + "/a", "--processes"}));
   ASSERT_EQ(processes.exit_code, 0) << processes.output;
   EXPECT_TRUE(contains(processes.output, " 2 over gloo; "));
