@@ -1,4 +1,5 @@
 #include <c10/util/Exception.h>
+#include <signal.h>
 #include <torch/version.h>
 
 #include <algorithm>
@@ -97,6 +98,7 @@ int main(int argc, char** argv) {
       "fsdp " FSDP_VALUE_TEXT(FSDP_VERSION_MAJOR) "." FSDP_VALUE_TEXT(
           FSDP_VERSION_MINOR) "." FSDP_VALUE_TEXT(FSDP_VERSION_PATCH) ", torch " TORCH_VERSION);
   app.require_subcommand(1);
+  signal(SIGXFSZ, SIG_IGN); // a file that may not grow is an error that names it
   fsdp::cli::Action action;
   fsdp::cli::add_train(app, action);
   fsdp::cli::add_run(app, action);
@@ -119,7 +121,12 @@ int main(int argc, char** argv) {
       }
       app.parse(argc, argv);
     }
-    return action();
+    const int code = action();
+    std::cout.flush();
+    if (!std::cout && code == 0) {
+      return complain("what it has to say cannot be written", fsdp::cli::kFailed);
+    }
+    return code;
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : fsdp::cli::kBadConfig; // 0: --help, --version
   } catch (const fsdp::ConfigError& error) {

@@ -32,8 +32,7 @@ const std::map<std::string, std::set<std::string>> kRivals{
     {"run", {"no-save"}},
     {"save-every", {"no-save"}},
     {"no-save", {"run", "save-every"}},
-    {"dry-run", {"resume"}},
-    {"resume", {"dry-run", "model"}},
+    {"resume", {"model"}},
     {"mesh", {"ranks"}},
     {"model",
      {"vocab", "dim", "layers", "heads", "kv-heads", "hidden", "tied", "rotary-base", "norm-eps"}}};

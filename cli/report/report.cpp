@@ -85,7 +85,17 @@ Json checked_options(Json json) {
 
 Json checked_groups(Json json) {
   check_config(
-      json.is_array() && std::ranges::all_of(json, [](const auto& x) { return x.is_object(); }),
+      json.is_array() &&
+          std::ranges::all_of(
+              json,
+              [](const auto& group) {
+                return group.is_object() &&
+                       std::ranges::all_of(
+                           std::array{"numel", "shard_bytes", "gathered_bytes", "padding_bytes"},
+                           [&](const char* key) {
+                             return group.contains(key) && group[key].is_number();
+                           });
+              }),
       kGroupsFile, " is no list of groups");
   return json;
 }

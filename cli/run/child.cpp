@@ -71,7 +71,8 @@ Child::Child(
     int rank,
     Output& output,
     const std::vector<std::string>& words,
-    const std::map<std::string, std::string>& environment)
+    const std::map<std::string, std::string>& environment,
+    bool bare)
     : Child(rank, output) { // from here on, a throw runs the destructor
   const auto program = find_program(words.at(0));
   const auto variables = merged(environment);
@@ -93,8 +94,10 @@ Child::Child(
     }
     const int null = open("/dev/null", O_RDONLY);
     dup2(null, 0);
-    dup2(pipes[0][1], 1);
-    dup2(pipes[1][1], 2);
+    if (!bare) {
+      dup2(pipes[0][1], 1);
+      dup2(pipes[1][1], 2);
+    }
     ::signal(SIGPIPE, SIG_DFL); // which our store made us ignore
     sigset_t none;
     sigemptyset(&none);

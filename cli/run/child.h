@@ -16,12 +16,13 @@ namespace fsdp::cli {
 class Child {
  public:
   /// Starts `words`; throws ValueError when there is no such program, or it
-  /// cannot be run.
+  /// cannot be run. A bare one writes to our own outputs itself.
   Child(
       int rank,
       Output& output,
       const std::vector<std::string>& words,
-      const std::map<std::string, std::string>& environment);
+      const std::map<std::string, std::string>& environment,
+      bool bare = false);
   Child(const Child&) = delete;
   Child& operator=(const Child&) = delete;
   /// Kills what is left, and passes on what it wrote.

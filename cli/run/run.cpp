@@ -34,6 +34,7 @@ struct RunOptions {
   int num_nodes = 1;
   int node_rank = 0;
   std::string master;
+  bool bare = false;
   std::vector<std::string> program;
 };
 
@@ -82,8 +83,8 @@ class Launcher {
   int run() {
     for (int local = 0; local < options_.num_ranks; ++local) {
       const int rank = options_.node_rank * options_.num_ranks + local;
-      children_.push_back(
-          std::make_unique<Child>(rank, output_, options_.program, job_.environment(local)));
+      children_.push_back(std::make_unique<Child>(
+          rank, output_, options_.program, job_.environment(local), options_.bare && rank == 0));
     }
     while (any_running()) {
       next_round();
@@ -285,6 +286,8 @@ void add_run(CLI::App& app, Action& action) {
   command->add_option("--node-rank", options->node_rank, "Number of this machine, from 0")
       ->check(CLI::NonNegativeNumber);
   command->add_option("--master", options->master, "HOST:PORT on machine 0 that all reach");
+  command->add_flag(
+      "--bare", options->bare, "Rank 0 writes as if it were started alone, without a mark");
   // No extra arguments: CLI11 would take "[1,2]" for two. `main` adds the words.
   command->add_option("program", options->program, "Program and its arguments, behind --")
       ->required()

@@ -335,7 +335,10 @@ std::optional<TrainOptions> read_resolved(const std::filesystem::path& run) {
   } catch (const nlohmann::json::exception& error) {
     throw CheckpointError(
         {__func__, __FILE__, __LINE__},
-        c10::str(path.string(), " is not what fsdp train writes there: ", error.what()));
+        c10::str(
+            path.string(),
+            " is not what fsdp train writes there; remove it to go on from the newest checkpoint: ",
+            error.what()));
   }
   return options;
 }

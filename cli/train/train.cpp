@@ -130,7 +130,20 @@ int train_rank(
   }
   narrator.begin(run.step);
   auto losses = folder.earlier_losses();
-  const int signal = train_steps(options, trainer, run, folder, narrator, losses);
+  int signal = 0;
+  try {
+    signal = train_steps(options, trainer, run, folder, narrator, losses);
+  } catch (const NonFiniteError& error) {
+    // Every rank stops at the same step, so none has to be released from a collective.
+    folder.report();
+    if (get_rank() == 0) {
+      const auto latest = folder.latest();
+      std::cerr << "\nfsdp: " << error.what_without_backtrace()
+                << (latest.empty() ? "" : "; the newest checkpoint from before it is " + latest)
+                << std::endl;
+    }
+    return kNonFinite;
+  }
   const auto seconds = narrator.seconds();
   folder.at_end(trainer, run);
   if (signal != 0) { // whoever asked does not want to wait for more
@@ -157,24 +170,6 @@ int train_rank(
   return signal == 0 ? 0 : 128 + signal;
 }
 
-/// NaN stops every rank at the same step, so none has to be released from a
-/// collective: rank 0 says why, and all give the same exit code.
-int try_train_rank(
-    const TrainOptions& options, const Corpus& corpus, const std::optional<SavedRun>& saved) {
-  try {
-    return train_rank(options, corpus, saved);
-  } catch (const NonFiniteError& error) {
-    if (get_rank() == 0) {
-      std::cerr << "\nfsdp: " << error.what_without_backtrace()
-                << (options.saves() && options.save_every.value_or(0) > 0
-                        ? "; checkpoints from before it are in the run's folder"
-                        : "")
-                << std::endl;
-    }
-    return kNonFinite;
-  }
-}
-
 /// Builds the model as rank 0 of as many ranks as it shall be, without its memory.
 int dry_run(TrainOptions& options) {
   const auto mesh = resolve_mesh(options, std::nullopt, std::nullopt);
@@ -197,8 +192,8 @@ int dry_run(TrainOptions& options) {
 
 /// `fsdp run`, which starts the same command once per rank.
 [[noreturn]] void become_launcher(int64_t ranks) {
-  std::vector<std::string> words{
-      "run", "-n", std::to_string(ranks), "--", real_path("/proc/self/exe")};
+  std::vector<std::string> words{"run",    "-n", std::to_string(ranks),
+                                 "--bare", "--", real_path("/proc/self/exe")};
   const auto own = own_words();
   words.insert(words.end(), own.begin(), own.end());
   become(words);
@@ -245,11 +240,11 @@ int train(TrainOptions options) {
   if (launched) {
     const Joined joined({.backend = options.device == "cpu" ? "gloo" : ""});
     resolve_mesh(options, saved, get_world_size());
-    return try_train_rank(options, corpus, saved);
+    return train_rank(options, corpus, saved);
   }
   std::atomic<int> exit_code{0};
   run_ranks(static_cast<int>(config.mesh->ranks()), [&](int) {
-    exit_code = try_train_rank(options, corpus, saved); // the same on every rank
+    exit_code = train_rank(options, corpus, saved); // the same on every rank
   });
   return exit_code;
 }

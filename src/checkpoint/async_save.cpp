@@ -64,6 +64,18 @@ class Background {
  public:
   ~Background() {
     wait();
+    warn();
+  }
+
+  /// Of a failure that nobody will hear of otherwise.
+  void warn() {
+    try {
+      if (auto error = std::exchange(error_, nullptr)) {
+        std::rethrow_exception(error);
+      }
+    } catch (const std::exception&) {
+      TORCH_WARN("[async_save] the last save failed: ", current_exception_text());
+    }
   }
 
   void wait() {
@@ -164,6 +176,7 @@ struct AtExit {
   ~AtExit() {
     for (const auto& item : all) {
       item.second->wait();
+      item.second->warn();
     }
   }
   Backgrounds& all = *new Backgrounds;

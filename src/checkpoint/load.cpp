@@ -10,6 +10,7 @@
 #include "base/text.h"
 #include "checkpoint/name_rules.h"
 #include "checkpoint/reader.h"
+#include "checkpoint/writer.h"
 #include "process_group/exchange.h"
 
 namespace fsdp {
@@ -161,7 +162,10 @@ void load(StateDict& state, const std::filesystem::path& path, const LoadOptions
   at::NoGradGuard no_grad;
   std::optional<Loading> loading;
   // Nothing is changed anywhere before everybody has everything.
-  fail_together("", [&] { loading.emplace(state, path, options); });
+  fail_together("", [&] {
+    detail::finish_previous_save(); // it may be what is loaded, or have failed
+    loading.emplace(state, path, options);
+  });
   const auto ids = detail::gather_texts(loading->id());
   for (size_t rank = 0; rank < ids.size(); ++rank) {
     FSDP_CHECK_AS(

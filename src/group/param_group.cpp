@@ -73,9 +73,6 @@ FSDPParamGroup::FSDPParamGroup(
             spec.name, spec.param.sizes().vec(), spec.shard_dim, group_.size(), group_.rank())));
   }
   build();
-  if (from_first_replica_) {
-    take_first_replica();
-  }
 }
 
 FSDPParamGroup::~FSDPParamGroup() {
@@ -187,13 +184,12 @@ void FSDPParamGroup::attach_params() {
   }
 }
 
-/// Replicas that begin with other values would stay different, silently. Once, and
-/// nothing without values yet.
+/// Replicas that begin with other values would stay different, silently. Once, in the first
+/// forward: before it some ranks may have none yet. Without any the forward refuses.
 void FSDPParamGroup::take_first_replica() {
-  const bool has_values = std::none_of(params_.begin(), params_.end(), [](const auto& param) {
-    return param->tensor().is_meta() || is_unfilled(param->tensor());
-  });
-  if (!has_values) {
+  if (std::any_of(params_.begin(), params_.end(), [](const auto& param) {
+        return is_unfilled(param->tensor());
+      })) {
     return;
   }
   from_first_replica_ = false;

@@ -63,7 +63,9 @@ void FSDPParamGroup::unshard(bool async_op, bool for_recomputation) {
   if (alone()) {
     pending_ = Gathered{
         .input = input, .buffer = input, .work = {}, .issued = StreamEvent::of(streams.copy_in)};
-  } else if (placed) {
+    return;
+  }
+  if (placed) {
     pending_ = start_placed_gather(std::move(input), group_, plan_, streams);
   } else {
     pending_ = start_gather(*all_gather_, std::move(input), group_, streams, std::move(buffer));

@@ -1,5 +1,8 @@
 #include "process_group/liveness.h"
 
+#include <poll.h>
+#include <sys/socket.h>
+
 #include "base/text.h"
 
 namespace fsdp::detail {
@@ -40,6 +43,18 @@ void Liveness::set_peers(std::vector<std::string> endpoints) {
   for (const auto& connection : begun) {
     answered_.push_back(is_made(connection, deadline));
   }
+  drop_callers();
+}
+
+/// What the kernel has accepted for us has been answered by that, and must not fill the queue.
+void Liveness::drop_callers() const {
+  pollfd waiting{.fd = listener_.fd.get(), .events = POLLIN, .revents = 0};
+  while (poll(&waiting, 1, 0) == 1) {
+    const Fd caller(accept4(waiting.fd, nullptr, nullptr, SOCK_CLOEXEC));
+    if (caller.get() < 0) {
+      return;
+    }
+  }
 }
 
 bool Liveness::is_gone(int rank) {
@@ -48,6 +63,7 @@ bool Liveness::is_gone(int rank) {
     return false;
   }
   const std::lock_guard lock(mutex_);
+  drop_callers();
   auto& connection = connections_.at(index);
   if (!is_connected(connection)) {
     const Address peer(endpoints_[index]);

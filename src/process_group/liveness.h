@@ -28,6 +28,8 @@ class Liveness {
   std::vector<int> gone();
 
  private:
+  void drop_callers() const;
+
   const std::string address_;
   const Listener listener_;
   std::vector<std::string> endpoints_;

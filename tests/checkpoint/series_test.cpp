@@ -114,9 +114,14 @@ TEST(AsyncSave, ErrorsAreInTheFutureAndAtTheNextCall) {
       EXPECT_TRUE(contains(message_of<CheckpointError>([&] { future.get(); }), "the disk is gone"));
       default_group().barrier();
     }
-    const auto message = message_of<CheckpointError>([&] { save(state, folder + "/checkpoint"); });
-    EXPECT_TRUE(contains(message, "rank 1: the disk is gone"));
+    auto same = make_state(samples_1d(), world_mesh(), 6);
+    const auto load_message =
+        message_of<CheckpointError>([&] { load(same, folder + "/checkpoint"); });
+    EXPECT_TRUE(contains(load_message, "rank 1: the disk is gone"));
     save(state, folder + "/checkpoint"); // said once
+    async_save(make_state(samples_1d(), world_mesh(), 4), folder + "/checkpoint");
+    load(same, folder + "/checkpoint"); // what was saved last
+    async_save(state, folder + "/checkpoint");
   });
   expect_loads(2, folder + "/checkpoint", 5);
 }

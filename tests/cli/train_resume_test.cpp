@@ -180,6 +180,18 @@ TEST(TrainResume, KeepsTheNewestAndEveryMth) {
       "latest step_00000006 step_00000012 step_00000018 step_00000020");
 }
 
+TEST(TrainResume, WhatCannotBeWrittenIsAnError) {
+  const auto words = joined(short_run(text_file(), {"--quiet"}));
+  for (const auto& command : {words, std::string(" doctor")}) {
+    const auto ended = run_script(kTool + command + " > /dev/full");
+    EXPECT_EQ(ended.exit_code, 1) << ended.output;
+    EXPECT_TRUE(contains(ended.output, "cannot be written"));
+  }
+  const auto limited = run_script("ulimit -f 60; " + kTool + words);
+  EXPECT_EQ(limited.exit_code, 4) << limited.output;
+  EXPECT_TRUE(contains(limited.output, "File too large"));
+}
+
 TEST(TrainResume, RanksAsProcessesThatItStartsItself) {
   const auto folder = temporary_folder();
   const auto threads = run(short_run(text_file(), {}));
@@ -197,6 +209,12 @@ TEST(TrainResume, RanksAsProcessesThatItStartsItself) {
   EXPECT_EQ(rest.exit_code, 0) << rest.output;
   EXPECT_TRUE(contains(rest.output, " 2 over gloo; "));
   EXPECT_EQ(run(short_run(text_file(), {"--processes", "--dim", "7"})).exit_code, 2);
+  const auto json = run(short_run(text_file(), {"--processes", "--json"}));
+  std::istringstream lines(json.output);
+  for (std::string line; std::getline(lines, line);) {
+    EXPECT_TRUE(line.starts_with("{\"event\":")) << line;
+  }
+  EXPECT_TRUE(contains(json.output, "\"event\":\"result\""));
 }
 
 TEST(TrainResume, UnderALauncherARunHasOneFolderWithItsDate) {
