@@ -160,12 +160,11 @@ void fail_together(const char* consequence, F body) {
 
 void load(StateDict& state, const std::filesystem::path& path, const LoadOptions& options) {
   at::NoGradGuard no_grad;
+  // An async_save may have failed, or be what is loaded, and lies there when rank 0 is done.
+  fail_together("", detail::finish_previous_save);
   std::optional<Loading> loading;
   // Nothing is changed anywhere before everybody has everything.
-  fail_together("", [&] {
-    detail::finish_previous_save(); // it may be what is loaded, or have failed
-    loading.emplace(state, path, options);
-  });
+  fail_together("", [&] { loading.emplace(state, path, options); });
   const auto ids = detail::gather_texts(loading->id());
   for (size_t rank = 0; rank < ids.size(); ++rank) {
     FSDP_CHECK_AS(
