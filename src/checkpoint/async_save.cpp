@@ -4,6 +4,7 @@
 #include <emmintrin.h>
 #endif
 
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -84,6 +85,10 @@ class Background {
     }
   }
 
+  bool is_running() const {
+    return is_running_;
+  }
+
   /// Waits, and throws what the save threw, once.
   void finish() {
     const std::lock_guard lock(mutex_);
@@ -103,6 +108,7 @@ class Background {
       job.error = current_exception_text();
       job.plan.parts.clear();
     }
+    is_running_ = true;
     std::promise<void> promise;
     auto future = promise.get_future();
     thread_ = std::thread([this, job = std::move(job), steps = std::move(steps),
@@ -115,6 +121,7 @@ class Background {
         error_ = std::current_exception();
         promise.set_exception(error_);
       }
+      is_running_ = false;
     });
     return future;
   }
@@ -163,6 +170,7 @@ class Background {
 
   std::mutex mutex_;
   std::thread thread_;
+  std::atomic<bool> is_running_ = false;
   std::exception_ptr error_;
   at::Tensor memory_; // 1D bytes
 };
@@ -194,7 +202,9 @@ std::shared_ptr<Background> current_background() {
     return key.owner_before(none) || none.owner_before(key);
   };
   for (auto item = all.begin(); item != all.end();) {
-    const bool is_gone = item->first.expired() && has_world(item->first);
+    // One that is under way may wait for this rank's part of the same save.
+    const bool is_gone =
+        item->first.expired() && has_world(item->first) && !item->second->is_running();
     if (is_gone) {
       gone.push_back(std::move(item->second));
     }
