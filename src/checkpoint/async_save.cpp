@@ -4,7 +4,6 @@
 #include <emmintrin.h>
 #endif
 
-#include <atomic>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -85,10 +84,6 @@ class Background {
     }
   }
 
-  bool is_running() const {
-    return is_running_;
-  }
-
   /// Waits, and throws what the save threw, once.
   void finish() {
     const std::lock_guard lock(mutex_);
@@ -108,7 +103,6 @@ class Background {
       job.error = current_exception_text();
       job.plan.parts.clear();
     }
-    is_running_ = true;
     std::promise<void> promise;
     auto future = promise.get_future();
     thread_ = std::thread([this, job = std::move(job), steps = std::move(steps),
@@ -121,7 +115,6 @@ class Background {
         error_ = std::current_exception();
         promise.set_exception(error_);
       }
-      is_running_ = false;
     });
     return future;
   }
@@ -170,57 +163,68 @@ class Background {
 
   std::mutex mutex_;
   std::thread thread_;
-  std::atomic<bool> is_running_ = false;
   std::exception_ptr error_;
   at::Tensor memory_; // 1D bytes
 };
 
-using Backgrounds =
-    std::map<std::weak_ptr<RankContext>, std::shared_ptr<Background>, std::owner_less<>>;
-
-/// Those under way when the process ends are waited for. Their memory is never freed then:
-/// pinned memory cannot be, once CUDA's own objects have gone.
-struct AtExit {
-  ~AtExit() {
-    for (const auto& item : all) {
+/// Ranks may be threads of one process: each has its own, until its world is gone.
+class Backgrounds {
+ public:
+  /// Those under way when the process ends are waited for. Their memory is never freed
+  /// then: pinned memory cannot be, once CUDA's own objects have gone.
+  ~Backgrounds() {
+    for (const auto& item : all_) {
       item.second->wait();
       item.second->warn();
     }
   }
-  Backgrounds& all = *new Backgrounds;
+
+  std::shared_ptr<Background> current() {
+    const std::lock_guard lock(mutex_);
+    auto& background = all_[Key(current_context())];
+    if (!background) {
+      background = std::make_shared<Background>();
+    }
+    return background;
+  }
+
+  /// Who drops them waits for their saves: not between the agreement on a save and its
+  /// start, since one of them may be part of it and wait for ours.
+  std::vector<std::shared_ptr<Background>> take_those_without_world() {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::shared_ptr<Background>> gone;
+    for (auto item = all_.begin(); item != all_.end();) {
+      const bool is_gone = item->first.expired() && has_world(item->first);
+      if (is_gone) {
+        gone.push_back(std::move(item->second));
+      }
+      item = is_gone ? all_.erase(item) : std::next(item);
+    }
+    return gone;
+  }
+
+ private:
+  using Key = std::weak_ptr<RankContext>;
+  static bool has_world(const Key& key) {
+    const Key none;
+    return key.owner_before(none) || none.owner_before(key);
+  }
+
+  std::mutex mutex_;
+  std::map<Key, std::shared_ptr<Background>, std::owner_less<>>& all_ =
+      *new std::map<Key, std::shared_ptr<Background>, std::owner_less<>>;
 };
 
-/// Ranks may be threads of one process: each has its own, until its world is gone.
-std::shared_ptr<Background> current_background() {
-  using Key = Backgrounds::key_type;
-  static std::mutex mutex;
-  static AtExit at_exit;
-  auto& all = at_exit.all;
-  std::vector<std::shared_ptr<Background>> gone; // ended without the lock
-  const std::lock_guard lock(mutex);
-  const auto has_world = [none = Key()](const Key& key) {
-    return key.owner_before(none) || none.owner_before(key);
-  };
-  for (auto item = all.begin(); item != all.end();) {
-    // One that is under way may wait for this rank's part of the same save.
-    const bool is_gone =
-        item->first.expired() && has_world(item->first) && !item->second->is_running();
-    if (is_gone) {
-      gone.push_back(std::move(item->second));
-    }
-    item = is_gone ? all.erase(item) : std::next(item);
-  }
-  auto& background = all[Key(current_context())];
-  if (!background) {
-    background = std::make_shared<Background>();
-  }
-  return background;
+Backgrounds& backgrounds() {
+  static Backgrounds all;
+  return all;
 }
 
 } // namespace
 
 void finish_previous_save() {
-  current_background()->finish();
+  backgrounds().take_those_without_world().clear();
+  backgrounds().current()->finish();
 }
 
 std::future<void> async_save(
@@ -232,7 +236,7 @@ std::future<void> async_save(
   auto job = begin_save(state, path, options);
   const auto publication = job.publication;
   try {
-    return current_background()->start(std::move(job), steps);
+    return backgrounds().current()->start(std::move(job), steps);
   } catch (...) { // no thread: the others must not wait for this rank
     give_up(publication, c10::str("rank ", publication.rank, ": ", current_exception_text()));
     throw;
