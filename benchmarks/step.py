@@ -8,11 +8,12 @@ import argparse
 import statistics
 import sys
 import time
-import warnings
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+
+from ranks import join
 from transformer import Transformer, batch_of, fill_parameters, loss_of
 
 HEADS = 4
@@ -55,14 +56,7 @@ def main():
     for name in ["rank", "world-size", "port", "dim", "layers", "batch", "sequence"]:
         parser.add_argument("--" + name, type=int, required=True)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{options.port}",
-        rank=options.rank,
-        world_size=options.world_size,
-    )
+    join(options, threads=1)
     sides = {"plain": Side(options, False), "fsdp": Side(options, True)}
     print("ready", flush=True)
     for line in sys.stdin:

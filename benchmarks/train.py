@@ -12,13 +12,14 @@ import math
 import os
 import sys
 import time
-import warnings
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+
+from ranks import join
 
 WORD = (1 << 64) - 1  # sums and products are of 64 bits
 
@@ -260,14 +261,7 @@ def main():
         parser.add_argument("--" + name, type=int, required=True)
     parser.add_argument("--config", type=json.loads, required=True, help="as fsdp train --json says it")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    warnings.simplefilter("ignore")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{options.port}",
-        rank=options.rank,
-        world_size=options.world_size,
-    )
+    join(options, options.threads)
     check_supported(options.config)
     text = train_part(read_text(options.config.get("data")))
     print("ready", flush=True)

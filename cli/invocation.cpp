@@ -26,12 +26,18 @@ std::string invocation() {
   return quoted(script && *script ? script : program_invocation_name);
 }
 
-void become(const std::vector<std::string>& words) {
-  std::vector<char*> arguments{program_invocation_name};
+std::vector<char*> exec_words(const std::vector<std::string>& words) {
+  std::vector<char*> result;
   for (const auto& word : words) {
-    arguments.push_back(const_cast<char*>(word.c_str()));
+    result.push_back(const_cast<char*>(word.c_str()));
   }
-  arguments.push_back(nullptr);
+  result.push_back(nullptr);
+  return result;
+}
+
+void become(const std::vector<std::string>& words) {
+  auto arguments = exec_words(words);
+  arguments.insert(arguments.begin(), program_invocation_name);
   execv("/proc/self/exe", arguments.data());
   throw std::system_error(errno, std::generic_category(), "fsdp cannot be started again");
 }

@@ -12,6 +12,9 @@ std::string quoted(const std::string& word);
 /// "./fsdp". The script ./fsdp says it by FSDP_COMMAND; else it is what was typed.
 std::string invocation();
 
+/// As exec takes them: valid as long as the words.
+std::vector<char*> exec_words(const std::vector<std::string>& words);
+
 /// Runs this tool with other words in place of this process, which has not begun any work.
 /// Comes back only to throw.
 [[noreturn]] void become(const std::vector<std::string>& words);

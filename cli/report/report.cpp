@@ -83,20 +83,17 @@ Json checked_options(Json json) {
   return json;
 }
 
+bool is_group(const Json& json) {
+  const auto has_number = [&](const char* key) {
+    return json.contains(key) && json[key].is_number();
+  };
+  return json.is_object() && has_number("numel") && has_number("shard_bytes") &&
+         has_number("gathered_bytes") && has_number("padding_bytes");
+}
+
 Json checked_groups(Json json) {
   check_config(
-      json.is_array() &&
-          std::ranges::all_of(
-              json,
-              [](const auto& group) {
-                return group.is_object() &&
-                       std::ranges::all_of(
-                           std::array{"numel", "shard_bytes", "gathered_bytes", "padding_bytes"},
-                           [&](const char* key) {
-                             return group.contains(key) && group[key].is_number();
-                           });
-              }),
-      kGroupsFile, " is no list of groups");
+      json.is_array() && std::ranges::all_of(json, is_group), kGroupsFile, " is no list of groups");
   return json;
 }
 

@@ -18,6 +18,7 @@
 #include <c10/util/Exception.h>
 
 #include "cli/files.h"
+#include "cli/invocation.h"
 
 extern char** environ;
 
@@ -40,15 +41,6 @@ std::string find_program(const std::string& name) {
   const auto found = find_in_path(name);
   TORCH_CHECK_VALUE(!found.empty(), "there is no program '", name, "' on the PATH");
   return found;
-}
-
-std::vector<char*> pointers(const std::vector<std::string>& texts) {
-  std::vector<char*> result;
-  for (const auto& text : texts) {
-    result.push_back(const_cast<char*>(text.c_str()));
-  }
-  result.push_back(nullptr);
-  return result;
 }
 
 std::vector<std::string> merged(const std::map<std::string, std::string>& extra) {
@@ -76,8 +68,8 @@ Child::Child(
     : Child(rank, output) { // from here on, a throw runs the destructor
   const auto program = find_program(words.at(0));
   const auto variables = merged(environment);
-  const auto arguments = pointers(words);
-  const auto environment_pointers = pointers(variables);
+  const auto arguments = exec_words(words);
+  const auto environment_pointers = exec_words(variables);
   int pipes[3][2]; // stdout, stderr, and why it could not be run
   for (auto& ends : pipes) {
     TORCH_CHECK(pipe2(ends, O_CLOEXEC) == 0, "no pipe: ", std::strerror(errno));

@@ -18,6 +18,18 @@ namespace {
 
 constexpr int kDefaultRanks = 4;
 
+/// What no checkpoint has and a run's folder keeps, besides --save-every: names, and where
+/// they are.
+template <class Visit>
+void for_each_habit(Visit visit) {
+  visit("reshard-after-forward", [](auto& options) -> auto& { return options.reshard; });
+  visit("device", [](auto& options) -> auto& { return options.device; });
+  visit("processes", [](auto& options) -> auto& { return options.processes; });
+  visit("validate-every", [](auto& options) -> auto& { return options.validate_every; });
+  visit("keep", [](auto& options) -> auto& { return options.keep.keep; });
+  visit("keep-every", [](auto& options) -> auto& { return options.keep.keep_every; });
+}
+
 /// Sizes of the preset where none were given.
 void add_model_options(CLI::App& command, TrainOptions& options) {
   auto& dims = options.identity.config.model;
@@ -178,13 +190,8 @@ void resolve_habits(TrainOptions& options, const std::optional<TrainOptions>& be
         mine = theirs;
       }
     };
-    take("reshard-after-forward", options.reshard, before->reshard);
-    take("device", options.device, before->device);
-    take("processes", options.processes, before->processes);
     take("save-every", options.save_every, before->save_every);
-    take("validate-every", options.validate_every, before->validate_every);
-    take("keep", options.keep.keep, before->keep.keep);
-    take("keep-every", options.keep.keep_every, before->keep.keep_every);
+    for_each_habit([&](const char* name, auto in) { take(name, in(options), in(*before)); });
   }
   if (!options.save_every) {
     options.save_every = std::clamp<int64_t>(options.identity.config.steps / 10, 1, 1000);
@@ -296,13 +303,8 @@ nlohmann::ordered_json resolved(const TrainOptions& options) {
     json["data"] = options.identity.data;
   }
   json["mesh"] = config.mesh.value_or(MeshShape{}).str();
-  json["reshard-after-forward"] = options.reshard;
-  json["device"] = options.device;
-  json["processes"] = options.processes;
   json["save-every"] = options.save_every.value_or(0);
-  json["validate-every"] = options.validate_every;
-  json["keep"] = options.keep.keep;
-  json["keep-every"] = options.keep.keep_every;
+  for_each_habit([&](const char* name, auto in) { json[name] = in(options); });
   return json;
 }
 
@@ -325,13 +327,8 @@ std::optional<TrainOptions> read_resolved(const std::filesystem::path& run) {
     config.beta2 = json.at("betas").at(1);
     take("data", options.identity.data);
     take("mesh", options.mesh);
-    take("reshard-after-forward", options.reshard);
-    take("device", options.device);
-    take("processes", options.processes);
     options.save_every = json.at("save-every").get<int64_t>();
-    take("validate-every", options.validate_every);
-    take("keep", options.keep.keep);
-    take("keep-every", options.keep.keep_every);
+    for_each_habit([&](const char* name, auto in) { take(name, in(options)); });
   } catch (const nlohmann::json::exception& error) {
     throw CheckpointError(
         {__func__, __FILE__, __LINE__},

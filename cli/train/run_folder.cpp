@@ -10,6 +10,7 @@
 #include <fsdp/distributed.h>
 
 #include "cli/check.h"
+#include "cli/files.h"
 #include "cli/report/report.h"
 
 namespace fsdp::cli {
@@ -33,10 +34,9 @@ std::string from_first_rank(std::string text, const std::string& device) {
 void make_folders(const std::string& path) {
   for (size_t end = path.find('/', 1);; end = path.find('/', end + 1)) {
     const auto part = path.substr(0, end);
-    struct stat info{};
     const bool made = mkdir(part.c_str(), 0777) == 0;
     const int error = errno;
-    if (!made && !(stat(part.c_str(), &info) == 0 && S_ISDIR(info.st_mode))) {
+    if (!made && !is_folder(part)) {
       throw CheckpointError(
           {__func__, __FILE__, __LINE__},
           c10::str(part, " cannot be made a folder: ", std::strerror(error)));
