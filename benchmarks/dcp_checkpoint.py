@@ -1,13 +1,13 @@
 """The Python side of `./fsdp bench checkpoint`, one process per rank, started by it.
 
-Says "ready TORCH BYTES_OF_SHARD", then reads a command a line and answers a line, "SECONDS TOTAL EXTRA":
+Says "ready TORCH BYTES_OF_SHARD", then reads a command a line and answers a line, "SECONDS TOTAL EXTRA BESIDE":
 
   save PATH    torch.distributed.checkpoint.save with its defaults
   load PATH    load into parameters that are zero before, and are checked afterwards
   async PATH   async_save: SECONDS until it returns, TOTAL until the checkpoint is there
 
 EXTRA is the most resident memory during the command, in bytes, beyond what was there before it; for async,
-beyond the model. -1: the kernel does not say.
+beyond the model. -1: the kernel does not say. BESIDE is the time of compute beside async, of what it takes alone.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 
-# The model of checkpoint_bench.cpp: change both.
+# The model and compute of checkpoint_rank.h: change both.
 
 
 class Block(nn.Module):
@@ -74,8 +74,29 @@ def checksum(state):
     return sum(shard.sum(dtype=torch.double).item() for shard in shards(state))
 
 
-def run(command, path, state, model_bytes):
+class Compute:
+    """Matrix products, which keep one core busy for some milliseconds each."""
+
+    def __init__(self, width):
+        self.factors = torch.ones(width // 2, width // 2)
+        self.product = torch.zeros_like(self.factors)
+        torch.mm(self.factors, self.factors, out=self.product)
+
+    def seconds(self, goes_on):
+        """Of one product, as long as goes_on(seconds so far)."""
+        start = time.monotonic()
+        count = seconds = 0
+        while count == 0 or goes_on(seconds):
+            torch.mm(self.factors, self.factors, out=self.product)
+            count += 1
+            seconds = time.monotonic() - start
+        return seconds / count
+
+
+def run(command, path, state, model_bytes, compute):
     expected = checksum(state)
+    alone = compute.seconds(lambda seconds: seconds < 0.5) if command == "async" else 1
+    beside = 1
     if command == "load":
         for shard in shards(state):
             shard.zero_()
@@ -92,11 +113,12 @@ def run(command, path, state, model_bytes):
         future = dcp.async_save(state, checkpoint_id=path)
     seconds = total = time.monotonic() - start
     if command == "async":
+        beside = compute.seconds(lambda _: not future.done()) / alone
         future.result()
         total = time.monotonic() - start
     extra = memory("VmHWM") - before if is_known else -1
     assert checksum(state) == expected, "the tensors have changed"
-    return seconds, total, extra
+    return seconds, total, extra, beside
 
 
 def main():
@@ -113,12 +135,13 @@ def main():
     with torch.no_grad():
         model = Model(options.width, options.blocks)
         state = get_model_state_dict(model)
+        compute = Compute(options.width)
         trim()
         model_bytes = memory("VmRSS")
         print("ready", torch.__version__, sum(shard.nbytes for shard in shards(state)), flush=True)
         for line in sys.stdin:
             command, path = line.split(maxsplit=1)
-            print(*run(command, path.strip(), state, model_bytes), flush=True)
+            print(*run(command, path.strip(), state, model_bytes, compute), flush=True)
     dist.destroy_process_group()
 
 

@@ -147,8 +147,8 @@ std::map<std::string, std::vector<StoredPiece>> write_files(
   Reader reader(input, /*verify=*/true);
   std::map<std::string, std::vector<StoredPiece>> pieces;
   for (const auto& item : files) {
-    const auto file = File::create(folder / item.name);
-    file.write(0, item.start.data(), static_cast<int64_t>(item.start.size()));
+    FileWriter file(folder / item.name, /*direct=*/false);
+    file.append(item.start.data(), static_cast<int64_t>(item.start.size()));
     for (const auto& [source, box, entry] : item.items) {
       // Of the target only its sizes count.
       const LocalTensor target{
@@ -157,9 +157,9 @@ std::map<std::string, std::vector<StoredPiece>> write_files(
           {{box, std::vector<int64_t>(box.sizes.size(), 0)}}};
       const auto data = reader.read(*source, target).to(entry.dtype);
       pieces[entry.name].push_back(
-          {item.name, entry.offset, box, write_blocks(file, entry.offset, data)});
+          {item.name, entry.offset, box, append_blocks(file, data)});
     }
-    file.sync();
+    file.finish();
   }
   return pieces;
 }

@@ -122,8 +122,76 @@ void File::sync() const {
   }
 }
 
+void File::begin_sync(int64_t offset, int64_t size) const {
+  (void)sync_file_range(fd_.get(), offset, size, SYNC_FILE_RANGE_WRITE);
+}
+
+bool File::set_direct(bool direct) const {
+  const int flags = fcntl(fd_.get(), F_GETFL);
+  return flags >= 0 &&
+         fcntl(fd_.get(), F_SETFL, direct ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
+}
+
 bool File::try_lock() const {
   return flock(fd_.get(), LOCK_EX | LOCK_NB) == 0;
+}
+
+namespace {
+
+constexpr int64_t kBufferBytes = 4 << 20;
+constexpr size_t kPageBytes = 4096;
+
+} // namespace
+
+FileWriter::FileWriter(const Path& path, bool direct) : file_(File::create(path)) {
+  if (direct && file_.set_direct(true)) {
+    buffer_.reset(static_cast<char*>(std::aligned_alloc(kPageBytes, kBufferBytes)));
+    TORCH_CHECK(buffer_, "no memory for a buffer of ", kBufferBytes, " bytes");
+  }
+}
+
+void FileWriter::append(const void* data, int64_t size) {
+  const auto* bytes = static_cast<const char*>(data);
+  if (!buffer_) {
+    file_.write(written_, bytes, size);
+    written_ += size;
+    if (written_ - begun_ >= kBufferBytes) {
+      file_.begin_sync(begun_, written_ - begun_);
+      begun_ = written_;
+    }
+    return;
+  }
+  while (size > 0) {
+    const auto count = std::min(size, kBufferBytes - buffered_);
+    std::memcpy(buffer_.get() + buffered_, bytes, static_cast<size_t>(count));
+    buffered_ += count;
+    bytes += count;
+    size -= count;
+    if (buffered_ == kBufferBytes) {
+      write_buffer();
+    }
+  }
+}
+
+void FileWriter::write_buffer() {
+  try {
+    file_.write(written_, buffer_.get(), buffered_);
+  } catch (const CheckpointError&) {
+    // Some file systems refuse it only now. And after a part of it, on a full disk, the rest
+    // is no whole page.
+    file_.set_direct(false);
+    file_.write(written_, buffer_.get(), buffered_);
+  }
+  written_ += buffered_;
+  buffered_ = 0;
+}
+
+void FileWriter::finish() {
+  if (buffered_ > 0) {
+    file_.set_direct(false);
+    write_buffer();
+  }
+  file_.sync();
 }
 
 bool path_exists(const Path& path) {

@@ -2,8 +2,10 @@
 
 #include <array>
 #include <cstdint>
+#include <cstdlib>
 #include <filesystem>
 #include <functional>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -38,6 +40,11 @@ class File {
   void write(int64_t offset, const void* data, int64_t size) const;
   void resize(int64_t size) const;
   void sync() const;
+  /// A hint: the disk may begin with these bytes, so that `sync` has less to wait for.
+  void begin_sync(int64_t offset, int64_t size) const;
+  /// Whether writes pass by the page cache from now on, which must be of whole, aligned
+  /// pages then; false where that is not to be had.
+  bool set_direct(bool direct) const;
   /// Whether nobody else holds the lock; then this file does until it is closed.
   bool try_lock() const;
 
@@ -46,6 +53,27 @@ class File {
 
   Path path_;
   Fd fd_;
+};
+
+/// Writes a file from its first byte to its last.
+class FileWriter {
+ public:
+  /// `direct`: past the page cache, where that can be. It takes a fraction of the
+  /// processor's time, but who reads the file next has to wait for the disk.
+  FileWriter(const Path& path, bool direct);
+
+  void append(const void* data, int64_t size);
+  /// The rest, synced.
+  void finish();
+
+ private:
+  void write_buffer();
+
+  File file_;
+  int64_t written_ = 0;
+  int64_t begun_ = 0; // to be synced
+  std::unique_ptr<char, decltype(&std::free)> buffer_{nullptr, &std::free}; // where direct
+  int64_t buffered_ = 0;
 };
 
 bool path_exists(const Path& path);

@@ -88,6 +88,17 @@ void check_replaceable(const Publication& publication, const Path& place) {
   }
 }
 
+/// For what follows success or failure, and must not hide it: the folder may be
+/// gone, or the disk full. False where it fails.
+bool quietly(const std::function<void()>& step) {
+  try {
+    step();
+    return true;
+  } catch (const CheckpointError&) {
+    return false;
+  }
+}
+
 void check_failed(const Publication& publication) {
   const auto folder = publication.folder();
   if (path_exists(folder / "failed")) {
@@ -128,6 +139,21 @@ class DeathWatch {
   Clock::time_point all_well_ = Clock::now();
   Clock::time_point next_ = all_well_ + kPause; // most saves are over by then
 };
+
+/// The others: until they see what rank 0 has made, which takes some network file
+/// systems a minute.
+void wait_for_folder(const Publication& publication) {
+  constexpr std::chrono::milliseconds kLongest = std::chrono::minutes(2);
+  const bool seen = poll(std::min(timeout_of(publication), kLongest), [&] {
+    if (path_exists(publication.folder())) {
+      check_failed(publication);
+    }
+    return is_folder(publication.data());
+  });
+  FSDP_CHECK_AS(
+      CheckpointError, seen, publication.data().string(),
+      ", which rank 0 made, is not to be seen: is this folder shared between the ranks?");
+}
 
 /// Rank 0: what each rank published.
 std::vector<std::string> wait_for_ranks(const Publication& publication) {
@@ -272,15 +298,6 @@ void remove_publication(const Path& folder, const Path& target) {
   remove_tree(folder);
 }
 
-/// For what follows success or failure, and must not hide it: the folder may be
-/// gone, or the disk full.
-void quietly(const std::function<void()>& step) {
-  try {
-    step();
-  } catch (const CheckpointError&) {
-  }
-}
-
 /// The last to leave removes the folder, with what was replaced.
 void leave(const Publication& publication) {
   const auto folder = publication.folder();
@@ -344,11 +361,10 @@ void prepare(Publication& publication) {
   publication.lock = std::make_shared<File>(File::create(publication.folder() / "lock"));
   publication.lock->try_lock(); // where locks are not to be had, time has to do
   make_folder(publication.data());
-  remove_leftovers(
-      parent, publication.target.filename().string() + kInfix, changed_at(publication.folder()));
 }
 
 void give_up(const Publication& publication, const std::string& reason) {
+  const auto folder = publication.folder();
   quietly([&] { // the disk may be full
     for (const auto& name : list_folder(publication.data())) {
       if (name.starts_with(rank_name(publication.rank)) || publication.rank == 0) {
@@ -356,27 +372,34 @@ void give_up(const Publication& publication, const std::string& reason) {
       }
     }
   });
-  quietly([&] {
-    if (path_exists(publication.folder()) && !path_exists(publication.folder() / "failed")) {
-      write_text(publication.folder() / "failed", reason);
-    }
+  // There may be no room for it until the others, whose writes fail as well, have removed theirs.
+  const bool told = poll(std::chrono::seconds(2), [&] {
+    return quietly([&] {
+      if (path_exists(folder) && !path_exists(folder / "failed")) {
+        write_text(folder / "failed", reason);
+      }
+    });
   });
-  quietly([&] { leave(publication); });
+  if (told) {
+    quietly([&] { leave(publication); });
+  } else { // that it is gone tells them too
+    quietly([&] { remove_publication(folder, publication.target); });
+  }
 }
 
 void publish(const Publication& publication, const PublicationSteps& steps) {
   try {
-    const bool seen = poll(timeout_of(publication), [&] {
-      const bool found = is_folder(publication.data());
-      if (path_exists(publication.folder())) { // on some network file systems not at once
-        check_failed(publication);
-      }
-      return found;
-    });
-    FSDP_CHECK_AS(
-        CheckpointError, seen, publication.data().string(),
-        ", which rank 0 made, is not to be seen: is this folder "
-        "shared between the ranks?");
+    if (publication.rank == 0) { // not in `prepare`: training waits for that
+      quietly([&] {
+        const auto& target = publication.target;
+        remove_leftovers(
+            target.parent_path(), target.filename().string() + kInfix,
+            changed_at(publication.folder()));
+      });
+      check_failed(publication);
+    } else {
+      wait_for_folder(publication);
+    }
     const auto text = steps.write();
     write_text(publication.folder() / (rank_name(publication.rank) + ".json"), text);
     if (publication.rank == 0) {

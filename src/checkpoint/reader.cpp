@@ -18,7 +18,7 @@ constexpr int64_t kMaxGap = 64 << 10;
 
 } // namespace
 
-const File& Reader::file(const StoredTensor& stored, const std::string& name) {
+const File& Reader::file(const std::string& name) {
   constexpr size_t kMaxOpen = 256;
   auto found = files_.find(name);
   if (found == files_.end()) {
@@ -30,7 +30,7 @@ const File& Reader::file(const StoredTensor& stored, const std::string& name) {
   const auto version = found->second.version();
   FSDP_CHECK_AS(
       CheckpointError, versions_.emplace(name, version).first->second == version,
-      found->second.path().string(), ", tensor '", stored.name, "': was changed while it was read");
+      found->second.path().string(), " was changed while it was read");
   return found->second;
 }
 
@@ -52,7 +52,11 @@ void Reader::read_block(
     block_.resize(static_cast<size_t>(std::max<int64_t>(end - begin, block_.size())));
   }
   auto* bytes = direct ? memory + copies[0].to : block_.data();
-  file(stored, piece.file).read(piece.offset + begin, bytes, end - begin);
+  try {
+    file(piece.file).read(piece.offset + begin, bytes, end - begin);
+  } catch (const CheckpointError&) {
+    FSDP_THROW(CheckpointError, "tensor '", stored.name, "': ", current_exception_text());
+  }
   FSDP_CHECK_AS(
       CheckpointError,
       !check || crc32c(bytes, static_cast<size_t>(end - begin)) ==

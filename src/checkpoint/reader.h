@@ -39,7 +39,7 @@ class Reader {
       const std::vector<Copy>& copies,
       bool check,
       char* memory);
-  const File& file(const StoredTensor& stored, const std::string& name);
+  const File& file(const std::string& name);
 
   const Catalog& catalog_;
   const bool verify_;

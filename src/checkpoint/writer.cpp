@@ -55,7 +55,10 @@ void check_greetings(const std::vector<Greeting>& all) {
 
 /// One safetensors file.
 void write_file(
-    const Path& path, const std::map<std::string, const Part*>& parts, Catalog& written) {
+    const Path& path,
+    bool is_direct,
+    const std::map<std::string, const Part*>& parts,
+    Catalog& written) {
   std::vector<SafetensorsEntry> entries;
   std::map<std::string, std::vector<int64_t>> offsets;
   for (const auto& [name, part] : parts) {
@@ -64,15 +67,15 @@ void write_file(
   }
   auto header = shard_header(std::move(entries), offsets, path.string());
   const auto start = layout_safetensors(header, path.string());
-  const auto file = File::create(path);
-  file.write(0, start.data(), static_cast<int64_t>(start.size()));
+  FileWriter file(path, is_direct);
+  file.append(start.data(), static_cast<int64_t>(start.size()));
   for (const auto& entry : header.entries) {
     const auto& part = *parts.at(entry.name);
     StoredPiece piece{path.filename().string(), entry.offset, part.box, {}};
-    piece.crcs = write_blocks(file, entry.offset, part.data);
+    piece.crcs = append_blocks(file, part.data);
     written.tensors.push_back({entry.name, entry.dtype, {}, {std::move(piece)}});
   }
-  file.sync();
+  file.finish();
 }
 
 /// This rank's files. A name can be in a file once, so second boxes of a tensor
@@ -90,7 +93,8 @@ Catalog write_parts(const SaveJob& job) {
   Catalog written;
   for (size_t i = 0; i < files.size(); ++i) {
     const auto name = rank_name(job.publication.rank) + (i > 0 ? c10::str(".", i) : "");
-    write_file(job.publication.data() / (name + ".safetensors"), files[i], written);
+    const auto path = job.publication.data() / (name + ".safetensors");
+    write_file(path, job.is_direct, files[i], written);
   }
   return written;
 }
@@ -120,7 +124,7 @@ at::Tensor host_bytes(const at::Tensor& data) {
   return data.detach().cpu().resolve_conj().resolve_neg().contiguous();
 }
 
-std::vector<uint32_t> write_blocks(const File& file, int64_t offset, const at::Tensor& data) {
+std::vector<uint32_t> append_blocks(FileWriter& file, const at::Tensor& data) {
   const auto host = host_bytes(data);
   const auto* bytes = static_cast<const char*>(host.const_data_ptr());
   const auto size = static_cast<int64_t>(host.nbytes());
@@ -128,7 +132,7 @@ std::vector<uint32_t> write_blocks(const File& file, int64_t offset, const at::T
   for (int64_t done = 0; done < size; done += kBlockBytes) {
     const auto block = std::min(kBlockBytes, size - done);
     crcs.push_back(crc32c(bytes + done, static_cast<size_t>(block)));
-    file.write(offset + done, bytes + done, block);
+    file.append(bytes + done, block);
   }
   return crcs;
 }

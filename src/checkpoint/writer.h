@@ -22,6 +22,7 @@ struct SaveJob {
   Publication publication;
   SavePlan plan;
   std::string error = {}; // why this rank cannot write: the save fails with it
+  bool is_direct = false; // past the page cache
 };
 
 /// What rank 0 does for a series; each may be empty.
@@ -43,9 +44,8 @@ void run_save(const SaveJob& job, const SeriesSteps& steps = {});
 /// The bytes of a part in host memory, without gaps: its own where it is so already.
 at::Tensor host_bytes(const at::Tensor& data);
 
-/// Writes them at `offset`; returns a checksum of each block, made while it is in
-/// the cache.
-std::vector<uint32_t> write_blocks(const File& file, int64_t offset, const at::Tensor& data);
+/// Returns a checksum of each block, made while it is in the cache.
+std::vector<uint32_t> append_blocks(FileWriter& file, const at::Tensor& data);
 /// Tells torch's distributed checkpoint too where in the whole tensors the entries lie.
 SafetensorsHeader shard_header(
     std::vector<SafetensorsEntry> entries,

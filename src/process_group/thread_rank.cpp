@@ -89,10 +89,11 @@ void run_ranks(
   // Racing first calls into the vector math library can give other bits.
   at::exp(at::ones(16));
   const int threads_before = at::get_num_threads();
-  const int intra_op_threads =
-      options.intra_op_threads > 0
-          ? options.intra_op_threads
-          : std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / world_size);
+  // Where not told: the cores divided, and no more than the caller (OMP_NUM_THREADS) has.
+  const int num_cores = static_cast<int>(std::thread::hardware_concurrency());
+  const int intra_op_threads = options.intra_op_threads > 0
+                                   ? options.intra_op_threads
+                                   : std::max(1, std::min(threads_before, num_cores / world_size));
   const auto world = std::make_shared<detail::ThreadWorld>(world_size, options.timeout);
   std::mutex mutex;
   std::exception_ptr first_failure;

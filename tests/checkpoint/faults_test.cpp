@@ -13,6 +13,7 @@
 
 #include "base/check.h"
 #include "checkpoint/checkpoints.h"
+#include "checkpoint/reader.h"
 #include "checkpoint/safetensors.h"
 #include "process_group/observer.h"
 
@@ -197,6 +198,18 @@ class WhenAllHaveChecked : public detail::CollectiveObserver {
   int number_ = 0;
 };
 
+TEST(BrokenCheckpoint, AFileThatGoesAfterItWasFound) {
+  const auto path = saved_checkpoint();
+  const auto catalog = detail::open_catalog(path);
+  const auto& stored = *catalog.find_tensor("plain");
+  const auto file = path + "/" + stored.pieces[0].file;
+  ASSERT_EQ(unlink(file.c_str()), 0);
+  const auto target = detail::local_tensor(torch::zeros({7}, torch::kLong));
+  const auto message = message_of<CheckpointError>(
+      [&] { detail::Reader(catalog, /*verify=*/true).read(stored, *target); });
+  EXPECT_TRUE(contains(message, "tensor 'plain': " + file + " cannot be opened"));
+}
+
 /// Too late to change nothing: all ranks are told what is left.
 TEST(BrokenCheckpoint, AFileThatChangesAfterTheChecks) {
   const auto path = temporary_folder() + "/checkpoint";
@@ -221,7 +234,7 @@ TEST(BrokenCheckpoint, AFileThatChangesAfterTheChecks) {
       message = message_of<CheckpointError>([&] { load(state, path); });
     }
     EXPECT_TRUE(contains(message, "partly loaded"));
-    EXPECT_TRUE(contains(message, "rank 1: " + file + ", tensor 'a': was changed"));
+    EXPECT_TRUE(contains(message, "rank 1: tensor 'a': " + file + " was changed"));
     for (const auto& [key, value] : state) {
       const auto local = std::get<DTensor>(value).to_local();
       EXPECT_SAME(local, torch::full_like(local, rank == 0 ? 5 : -1)) << key;

@@ -2,11 +2,16 @@
 // Ranks are forked: what follows begin_save needs no process group.
 
 #include <gtest/gtest.h>
+#include <fcntl.h>
+#include <sched.h>
 #include <signal.h>
+#include <sys/mount.h>
 #include <sys/resource.h>
+#include <sys/statvfs.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <random>
 #include <thread>
@@ -22,21 +27,21 @@ using namespace test;
 
 constexpr int kRanks = 2;
 
-StateDict state_of(int64_t generation) {
+StateDict state_of(int64_t generation, int64_t numel = 20) {
   StateDict state;
   for (int i = 0; i < 5; ++i) {
-    state.insert("w" + std::to_string(i), torch::full({20 + i}, generation));
+    state.insert("w" + std::to_string(i), torch::full({numel + i}, generation));
   }
   state.insert("generation", generation);
   return state;
 }
 
 /// The generation that `path` holds; all of its tensors must be of it.
-int64_t loaded_generation(const std::string& path) {
-  auto state = state_of(-1);
+int64_t loaded_generation(const std::string& path, int64_t numel = 20) {
+  auto state = state_of(-1, numel);
   load(state, path);
   const auto generation = std::get<int64_t>(state.at("generation"));
-  for (const auto& [key, value] : state_of(generation)) {
+  for (const auto& [key, value] : state_of(generation, numel)) {
     if (const auto* expected = std::get_if<at::Tensor>(&value)) {
       EXPECT_SAME(std::get<at::Tensor>(state.at(key)), *expected) << key;
     }
@@ -45,8 +50,9 @@ int64_t loaded_generation(const std::string& path) {
 }
 
 /// A save by kRanks ranks, as begin_save makes it.
-std::vector<detail::SaveJob> jobs_of(int64_t generation, const std::string& path) {
-  const auto state = state_of(generation);
+std::vector<detail::SaveJob> jobs_of(
+    int64_t generation, const std::string& path, int64_t numel = 20) {
+  const auto state = state_of(generation, numel);
   const auto request = detail::make_request(state);
   detail::Publication publication{.target = path, .world_size = kRanks};
   publication.timeout = std::chrono::seconds(20);
@@ -149,6 +155,54 @@ TEST(KilledSave, TheLastGoodCheckpointLoadsEveryTime) {
   EXPECT_GT(num_replaced, 0) << "no kill came after the new one was in place";
   save(state_of(1000), path); // what the dead have left is in nobody's way
   EXPECT_EQ(loaded_generation(path), 1000);
+}
+
+/// Not only between two changes: in the middle of a write, a sync or a checksum as well.
+TEST(KilledSave, AtAnyMoment) {
+  constexpr int64_t kNumel = 250'000; // of 8 bytes
+  const auto path = temporary_folder() + "/checkpoint";
+  save(state_of(0, kNumel), path);
+  std::mt19937 random(5);
+  std::chrono::microseconds longest(100'000); // that a save took
+  int64_t last = 0;
+  int num_killed = 0;
+  int num_finished = 0;
+  while (num_killed < 40) {
+    const auto generation = last + 1;
+    auto jobs = jobs_of(generation, path, kNumel);
+    for (auto& job : jobs) {
+      job.is_direct = num_killed % 2 == 0;
+    }
+    const auto start = std::chrono::steady_clock::now();
+    pid_t pids[kRanks];
+    for (int rank = 0; rank < kRanks; ++rank) {
+      pids[rank] = fork_rank(jobs[rank], [] {});
+    }
+    // Every fourth runs to its end, and tells how long that is.
+    if ((num_killed + num_finished) % 4 != 0) {
+      std::this_thread::sleep_for(longest * static_cast<int>(random() % 1000) / 1000);
+      for (const auto pid : pids) {
+        kill(pid, SIGKILL);
+      }
+    }
+    bool killed = false;
+    for (const auto pid : pids) {
+      int status = 0;
+      waitpid(pid, &status, 0);
+      killed = killed || WIFSIGNALED(status);
+      ASSERT_TRUE(WIFSIGNALED(status) || WEXITSTATUS(status) == 0) << status;
+    }
+    const auto found = loaded_generation(path, kNumel);
+    ASSERT_TRUE(found == last || found == generation) << found;
+    ASSERT_TRUE(killed || found == generation);
+    if (!killed) {
+      longest = std::chrono::duration_cast<std::chrono::microseconds>(
+          std::chrono::steady_clock::now() - start);
+    }
+    num_killed += killed;
+    num_finished += !killed;
+    last = found;
+  }
 }
 
 TEST(KilledSave, TheFirstOneIsThereCompleteOrNotAtAll) {
@@ -267,6 +321,67 @@ TEST(KilledSave, TheOthersNameWhoIsMissing) {
   jobs[0].publication.timeout = std::chrono::milliseconds(100);
   const auto message = message_of<CheckpointError>([&] { detail::run_save(jobs[0]); });
   EXPECT_TRUE(contains(message, "no word of ranks 1"));
+}
+
+/// The calling process gets a disk of so many bytes there, which goes with it.
+bool mount_disk(const std::string& folder, int64_t bytes) {
+  const int flags = CLONE_NEWNS | (geteuid() == 0 ? 0 : CLONE_NEWUSER);
+  return unshare(flags) == 0 &&
+         mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+         mount("none", folder.c_str(), "tmpfs", 0, c10::str("size=", bytes).c_str()) == 0;
+}
+
+/// Leaves that much room on the disk.
+void fill_disk(const std::string& folder, int64_t left) {
+  const auto file = folder + "/ballast";
+  unlink(file.c_str());
+  struct statvfs disk{};
+  ASSERT_EQ(statvfs(folder.c_str(), &disk), 0);
+  const int fd = open(file.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0666);
+  ASSERT_EQ(
+      posix_fallocate(fd, 0, static_cast<int64_t>(disk.f_bavail * disk.f_bsize) - left), 0);
+  close(fd);
+}
+
+/// By root, or where users may have namespaces of their own; else it is skipped.
+TEST(FullDisk, WhereverItEnds) {
+  constexpr int64_t kNumel = 2000; // of 8 bytes
+  constexpr int64_t kDisk = 1 << 20;
+  constexpr int64_t kPage = 4096;
+  const auto fill_and_save = [&] {
+    const auto folder = temporary_folder();
+    if (!mount_disk(folder, kDisk)) {
+      GTEST_SKIP() << "no disk may be mounted here";
+    }
+    const auto path = folder + "/checkpoint";
+    save(state_of(0, kNumel), path);
+    int num_failed = 0;
+    int64_t last = 0;
+    for (int64_t left = 0; last < 3; left += kPage) { // beyond enough nothing fails
+      SCOPED_TRACE(c10::str(left, " bytes left"));
+      ASSERT_LT(left, kDisk);
+      fill_disk(folder, left);
+      std::atomic<int> num_failed_ranks{0};
+      run_ranks(kRanks, [&](int) {
+        try {
+          save(state_of(last + 1, kNumel), path);
+        } catch (const CheckpointError& error) {
+          ++num_failed_ranks;
+          EXPECT_TRUE(contains(error.what(), "No space left on device"));
+        }
+      });
+      const bool failed = num_failed_ranks > 0;
+      EXPECT_TRUE(!failed || num_failed_ranks == kRanks);
+      EXPECT_EQ(loaded_generation(path, kNumel), last + (failed ? 0 : 1));
+      EXPECT_TRUE(leftovers(folder).empty());
+      num_failed += failed;
+      last += failed ? 0 : 1;
+    }
+    EXPECT_GT(num_failed, 10);
+  };
+  expect_ranks_pass(1, fill_and_save, [](int) {
+    return Environment{{"RANK", ""}, {"WORLD_SIZE", ""}};
+  });
 }
 
 TEST(FullDisk, FailsOnAllRanksAndKeepsTheOldOne) {

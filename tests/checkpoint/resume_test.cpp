@@ -113,7 +113,9 @@ TEST(Resume, FromAnyLayoutToAnyOtherBitForBit) {
           expect_same_wholes(whole, saved.at(from.name()));
         }
         const auto expected = next_loss.at(from.name());
-        EXPECT_NEAR(training.step(2), expected, 1e-9 * std::abs(expected));
+        // Other layouts add in another order.
+        const bool is_same = from.name() == to.name();
+        EXPECT_NEAR(training.step(2), expected, is_same ? 0 : 1e-9 * std::abs(expected));
       }
     });
   }

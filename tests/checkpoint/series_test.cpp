@@ -3,6 +3,7 @@
 #include <fsdp/checkpoint.h>
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -72,6 +73,27 @@ TEST(AsyncSave, ConjugatesAndNegativesAreWhatTheyStandFor) {
   load(read, path);
   EXPECT_SAME(std::get<at::Tensor>(read.at("conjugate")).resolve_conj(), x.conj().resolve_conj());
   EXPECT_SAME(std::get<at::Tensor>(read.at("negative")).resolve_neg(), -torch::ones(4));
+}
+
+/// Where all cores train, a save has to wait for them.
+TEST(AsyncSave, GivesWayToTraining) {
+  const auto path = temporary_folder() + "/checkpoint";
+  const auto priority = [] {
+    return getpriority(PRIO_PROCESS, static_cast<id_t>(gettid()));
+  };
+  std::atomic<int> of_writes{-100};
+  const ChangeHook hook([&](const char* operation, const detail::Path&) {
+    if (std::string(operation) == "write") {
+      of_writes = priority();
+    }
+  });
+  const int mine = priority();
+  StateDict state;
+  state.insert("w", torch::ones({4}));
+  async_save(state, path).get();
+  EXPECT_EQ(of_writes, 19);
+  save(state, path); // waited for
+  EXPECT_EQ(of_writes, mine);
 }
 
 TEST(AsyncSave, OneAtATime) {

@@ -1,7 +1,11 @@
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <random>
 
+#include "base/check.h"
 #include "checkpoint/box.h"
 #include "checkpoint/checkpoints.h"
 #include "checkpoint/crc32c.h"
@@ -15,6 +19,15 @@ using test::contains;
 using test::message_of;
 using test::safetensors_file;
 
+std::string random_bytes(size_t size) {
+  std::mt19937_64 random(size);
+  std::string bytes(size, '\0');
+  for (auto& byte : bytes) {
+    byte = static_cast<char>(random());
+  }
+  return bytes;
+}
+
 TEST(Crc32c, KnownValues) {
   const std::string digits = "123456789";
   const std::string zeros(32, '\0');
@@ -26,17 +39,67 @@ TEST(Crc32c, KnownValues) {
 }
 
 TEST(Crc32c, PartsAndBothWaysAgree) {
-  std::mt19937 random(1);
-  std::string bytes(100'000, '\0');
-  for (auto& byte : bytes) {
-    byte = static_cast<char>(random());
-  }
+  const auto bytes = random_bytes(100'000);
   for (const size_t length : {0, 1, 7, 8, 23, 4096, 24576, 24577, 49152, 99000}) {
     const auto whole = crc32c(bytes.data() + 1, length);
     EXPECT_EQ(whole, crc32c_by_tables(bytes.data() + 1, length));
     const auto first = crc32c(bytes.data() + 1, length / 3);
     EXPECT_EQ(whole, crc32c(bytes.data() + 1 + length / 3, length - length / 3, first));
   }
+}
+
+constexpr size_t kBuffer = 4 << 20; // of FileWriter
+
+/// In pieces that fill its buffer in all kinds of ways.
+void write_pieces(const Path& path, const std::string& bytes, bool direct) {
+  FileWriter file(path, direct);
+  std::mt19937 random(3);
+  for (size_t done = 0; done < bytes.size();) {
+    const auto size = std::min<size_t>(random() % (3 * kBuffer / 2), bytes.size() - done);
+    file.append(bytes.data() + done, static_cast<int64_t>(size));
+    done += size;
+  }
+  file.finish();
+}
+
+TEST(FileWriter, WritesWhatItIsGiven) {
+  const auto path = test::temporary_folder() + "/file";
+  for (const size_t size : {size_t{0}, size_t{1}, kBuffer - 1, kBuffer, kBuffer + 1, 3 * kBuffer}) {
+    const auto bytes = random_bytes(size);
+    for (const bool direct : {false, true}) {
+      unlink(path.c_str());
+      write_pieces(path, bytes, direct);
+      EXPECT_TRUE(test::file_text(path) == bytes) << size << (direct ? ", direct" : "");
+    }
+  }
+}
+
+TEST(FileWriter, GoesThroughTheCacheWhereItMust) {
+  const auto path = test::temporary_folder() + "/file";
+  const auto bytes = random_bytes(3 * kBuffer + 5);
+  int num_writes = 0;
+  const test::ChangeHook hook([&](const char* operation, const Path&) {
+    if (std::string(operation) == "write" && num_writes++ == 0) {
+      FSDP_THROW(CheckpointError, "not like this");
+    }
+  });
+  write_pieces(path, bytes, /*direct=*/true);
+  EXPECT_TRUE(test::file_text(path) == bytes);
+  EXPECT_GT(num_writes, 4);
+}
+
+/// Where only a part of a buffer, and of a page, has room.
+TEST(FileWriter, SaysThatThereIsNoRoom) {
+  const auto path = test::temporary_folder() + "/file";
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  signal(SIGXFSZ, SIG_IGN);
+  const rlimit limit{kBuffer + kBuffer / 2 + 100, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
+  const auto message = message_of<CheckpointError>(
+      [&] { write_pieces(path, random_bytes(3 * kBuffer), /*direct=*/true); });
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_TRUE(contains(message, path + " cannot be written: File too large"));
 }
 
 TEST(Box, Intersection) {

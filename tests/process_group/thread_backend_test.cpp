@@ -15,9 +15,13 @@ namespace {
 
 TEST(RunRanks, GivesEachRankItsShareOfTheCores) {
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  run_ranks(1, [&](int) { EXPECT_EQ(at::get_num_threads(), std::max(1, cores)); });
+  const int before = at::get_num_threads();
+  run_ranks(1, [&](int) { EXPECT_EQ(at::get_num_threads(), std::min(before, cores)); });
   run_ranks(64, [&](int) { EXPECT_EQ(at::get_num_threads(), std::max(1, cores / 64)); });
   run_ranks(2, [&](int) { EXPECT_EQ(at::get_num_threads(), 3); }, {.intra_op_threads = 3});
+  at::set_num_threads(1); // as by OMP_NUM_THREADS
+  run_ranks(1, [&](int) { EXPECT_EQ(at::get_num_threads(), 1); });
+  at::set_num_threads(before);
 }
 
 TEST(RunRanks, RunsBackwardInTheRanksOwnThread) {
