@@ -10,6 +10,7 @@
 // async    until async_save returns: what training waits for
 // compute beside async: each rank goes on with matrix products until the checkpoint is there;
 //          their time, of what they take alone. Where ranks use all cores, saving needs some.
+// GiB/s    until the checkpoint is there
 // memory   the most that a rank was resident during the call, beyond what it was before; for
 //          async_save, which keeps its host memory for the next one, beyond the model
 #include <stdlib.h>

@@ -33,30 +33,14 @@ struct Result {
   Rounds dcp; // empty: no Python
 };
 
-inline Figure seconds(const std::vector<Measured>& rounds) {
-  std::vector<double> values;
-  for (const auto& round : rounds) {
-    values.push_back(round.seconds);
-  }
-  return Figure(values);
+inline Figure figure_of(const std::vector<Measured>& rounds, double Measured::* member) {
+  return Figure(by_round(rounds.size(), [&](size_t i) { return rounds[i].*member; }));
 }
 
 /// Taken within each round.
 inline Figure ratio(const std::vector<Measured>& above, const std::vector<Measured>& below) {
-  std::vector<double> values;
-  for (size_t i = 0; i < above.size(); ++i) {
-    values.push_back(above[i].seconds / below[i].seconds);
-  }
-  return Figure(values);
-}
-
-/// Time of compute beside an async save, of what it takes alone.
-inline Figure beside(const std::vector<Measured>& rounds) {
-  std::vector<double> values;
-  for (const auto& round : rounds) {
-    values.push_back(round.beside);
-  }
-  return Figure(values);
+  return Figure(
+      by_round(above.size(), [&](size_t i) { return above[i].seconds / below[i].seconds; }));
 }
 
 /// The most of all rounds, in shards; negative: unknown.
@@ -95,9 +79,9 @@ class Report {
       }
     }
     print_ratio("our async / our save", async_part());
-    print_ratio("compute beside our async", beside(result_.ours.at("async")));
+    print_ratio("compute beside our async", figure_of(result_.ours.at("async"), &Measured::beside));
     if (has_dcp()) {
-      print_ratio("compute beside DCP's async", beside(result_.dcp.at("async")));
+      print_ratio("compute beside DCP's async", figure_of(result_.dcp.at("async"), &Measured::beside));
     }
   }
 
@@ -106,15 +90,11 @@ class Report {
     const auto add = [&](const char* side, const Rounds& rounds) {
       for (const auto& [command, measured] : rounds) {
         auto& place = out[side][command];
-        place["seconds"] = seconds(measured).to_json();
+        place["seconds"] = figure_of(measured, &Measured::seconds).to_json();
         place["memory_per_shard"] = most_memory(measured, shard_bytes_);
         if (command == "async") {
-          std::vector<double> totals;
-          for (const auto& one : measured) {
-            totals.push_back(one.total);
-          }
-          place["seconds_until_saved"] = Figure(totals).to_json();
-          place["compute_beside"] = beside(measured).to_json();
+          place["seconds_until_saved"] = figure_of(measured, &Measured::total).to_json();
+          place["compute_beside"] = figure_of(measured, &Measured::beside).to_json();
         }
       }
     };
@@ -146,7 +126,7 @@ class Report {
         async_part().median <= kMaxAsync,
         c10::str("async_save blocks for more than ", kMaxAsync, " of a save"));
     expect(
-        beside(result_.ours.at("async")).median <= kMaxBeside,
+        figure_of(result_.ours.at("async"), &Measured::beside).median <= kMaxBeside,
         c10::str("compute beside async_save takes more than ", kMaxBeside, " of its time"));
     for (const std::string command : kCommands) {
       const auto memory = most_memory(result_.ours.at(command), shard_bytes_);
@@ -170,15 +150,11 @@ class Report {
   }
   void print_row(
       const std::string& command, const char* side, const std::vector<Measured>& rounds) const {
-    const auto figure = seconds(rounds);
+    const auto figure = figure_of(rounds, &Measured::seconds);
     printf(
         "%-6s %-5s %9.3f   [%7.3f, %7.3f]", command.c_str(), side, figure.median, figure.low,
         figure.high);
-    if (command == "async") { // the bytes are not written yet
-      printf(" %8s", "");
-    } else {
-      printf(" %8.2f", model_gib_ / figure.median);
-    }
+    printf(" %8.2f", model_gib_ / figure_of(rounds, &Measured::total).median);
     const auto memory = most_memory(rounds, shard_bytes_);
     printf(" %15s\n", memory < 0 ? "unknown" : c10::str(std::round(memory * 100) / 100).c_str());
   }

@@ -126,7 +126,15 @@ void RunFolder::at_end(Trainer& trainer, const RunState& run) {
     trace_->end();
   }
   if (series_) {
-    series_->save(run.step, make_run_state_dict(trainer, run, options_.identity));
+    const auto state = make_run_state_dict(trainer, run, options_.identity);
+    try {
+      series_->save(run.step, state);
+    } catch (const CheckpointError& error) { // of the save before, perhaps: this one is not lost
+      if (get_rank() == 0) {
+        std::cerr << "fsdp: saving again: " << error.what_without_backtrace() << std::endl;
+      }
+      series_->save(run.step, state);
+    }
   }
 }
 

@@ -33,8 +33,8 @@ void use_huge_pages(void* data, size_t bytes) {
 }
 
 /// Past the caches, which hold what training needs next. A core that reads in a row waits
-/// for memory most of the time: six places in turn, each a bit ahead, take half of
-/// that. `to` is aligned to 16 bytes.
+/// for memory most of the time: six places in turn, each a bit ahead, take half of memcpy's
+/// time. `to` is aligned to 16 bytes.
 void copy_past_caches(char* to, const char* from, size_t bytes) {
   size_t done = 0;
 #if defined(__SSE2__)
@@ -60,7 +60,8 @@ void copy_past_caches(char* to, const char* from, size_t bytes) {
 }
 
 /// The calling thread gives way to training where there is no core to spare. It lags behind
-/// then; who waits for it leaves it a core.
+/// then until somebody waits for it, who leaves it a core; only other programs that keep
+/// all cores busy can hold it up, since a thread cannot get its priority back.
 void give_way() {
   constexpr int kLowest = 19;
   (void)setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kLowest);
@@ -244,7 +245,7 @@ std::future<void> async_save(
     const SaveOptions& options,
     const SeriesSteps& steps) {
   at::NoGradGuard no_grad;
-  auto job = begin_save(state, path, options);
+  auto job = begin_save(state, path, options, steps.leftovers);
   const auto publication = job.publication;
   try {
     return backgrounds().current()->start(std::move(job), steps);

@@ -37,6 +37,7 @@ inline constexpr int64_t kBlockBytes = int64_t{4} << 20;
 /// What a checkpoint holds, whoever wrote it.
 struct Catalog {
   Path folder;
+  FolderId folder_id{};
   std::string id;   // of the save; empty for files of others
   int64_t time = 0; // when it was saved, in nanoseconds since 1970; 0: unknown
   std::vector<StoredTensor> tensors;
@@ -59,6 +60,10 @@ struct Catalog {
 /// checkpoint shards them), or one such file. Checks that each tensor is there
 /// exactly once, in files that are long enough; reads no tensor.
 Catalog open_catalog(const Path& path);
+
+/// Throws CheckpointError where another folder has taken the place of the one that was
+/// opened. To be called after a file there was opened, and before it is trusted.
+void check_not_replaced(const Catalog& catalog);
 
 /// Throws CheckpointError unless each tensor's pieces are all of it, once.
 void check_coverage(const Catalog& catalog);

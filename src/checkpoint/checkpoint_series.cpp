@@ -115,7 +115,6 @@ void rotate_once(const Path& root, const Path& checkpoint, const CheckpointSerie
       remove_checkpoint(saved[i].path);
     }
   }
-  detail::remove_leftovers(root, kPrefix, detail::changed_at(root / "latest"));
 }
 
 /// Rank 0, after a save. One saver at a time: whoever finds another at it leaves it to
@@ -145,6 +144,7 @@ void rotate(const Path& root, const Path& checkpoint, const CheckpointSeriesOpti
 detail::SeriesSteps series_steps(
     const Path& root, const Path& checkpoint, const CheckpointSeriesOptions& options) {
   return {
+      .leftovers = kPrefix,
       .newest_time =
           [root] {
             int64_t newest = 0;

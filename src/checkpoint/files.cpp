@@ -204,6 +204,14 @@ bool is_folder(const Path& path) {
   return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
 }
 
+FolderId folder_id(const Path& folder) {
+  struct stat info{};
+  if (stat(folder.empty() ? "." : folder.c_str(), &info) != 0) {
+    throw_system_error("looked at", folder, errno);
+  }
+  return {static_cast<int64_t>(info.st_dev), static_cast<int64_t>(info.st_ino)};
+}
+
 bool is_link(const Path& path) {
   struct stat info{};
   return lstat(path.c_str(), &info) == 0 && S_ISLNK(info.st_mode);

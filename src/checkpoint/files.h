@@ -78,6 +78,9 @@ class FileWriter {
 
 bool path_exists(const Path& path);
 bool is_folder(const Path& path);
+/// Two folders that have been at a path have different ones.
+using FolderId = std::array<int64_t, 2>;
+FolderId folder_id(const Path& folder);
 /// A symbolic link.
 bool is_link(const Path& path);
 /// Names in a folder, sorted; none where there is no folder.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <ctime>
 #include <random>
 #include <thread>
 
@@ -301,13 +302,24 @@ void remove_publication(const Path& folder, const Path& target) {
 /// The last to leave removes the folder, with what was replaced.
 void leave(const Publication& publication) {
   const auto folder = publication.folder();
-  write_text(folder / (rank_name(publication.rank) + ".left"), "");
-  const auto names = list_folder(folder);
-  const auto num_left = std::count_if(
-      names.begin(), names.end(), [](const auto& name) { return name.ends_with(".left"); });
+  int64_t num_left = 1;
+  if (publication.world_size > 1) { // alone it needs no room on the disk
+    write_text(folder / (rank_name(publication.rank) + ".left"), "");
+    const auto names = list_folder(folder);
+    num_left = std::count_if(
+        names.begin(), names.end(), [](const auto& name) { return name.ends_with(".left"); });
+  }
   if (num_left == publication.world_size) {
     remove_publication(folder, publication.target);
   }
+}
+
+/// What dead saves have left, by `now` of this file system.
+void tidy_up(const Publication& publication, int64_t now) {
+  const auto& target = publication.target;
+  const auto own = target.filename().string() + kInfix;
+  remove_leftovers(
+      target.parent_path(), publication.leftovers.empty() ? own : publication.leftovers, now);
 }
 
 } // namespace
@@ -354,13 +366,26 @@ void remove_leftovers(const Path& parent, const std::string& name_begin, int64_t
 
 void prepare(Publication& publication) {
   publication.id = new_id();
-  const auto parent = publication.target.parent_path();
   check_replaceable(publication, publication.target);
-  make_folders(parent);
-  make_folder(publication.folder());
-  publication.lock = std::make_shared<File>(File::create(publication.folder() / "lock"));
-  publication.lock->try_lock(); // where locks are not to be had, time has to do
-  make_folder(publication.data());
+  make_folders(publication.target.parent_path());
+  const auto make = [&] {
+    make_folder(publication.folder());
+    publication.lock = std::make_shared<File>(File::create(publication.folder() / "lock"));
+    publication.lock->try_lock(); // where locks are not to be had, time has to do
+    make_folder(publication.data());
+  };
+  for (bool again = true;; again = false) {
+    try {
+      make();
+      return;
+    } catch (const CheckpointError&) {
+      quietly([&] { remove_tree(publication.folder()); });
+      if (!again) {
+        throw;
+      }
+      quietly([&] { tidy_up(publication, std::time(nullptr)); }); // they may fill the disk
+    }
+  }
 }
 
 void give_up(const Publication& publication, const std::string& reason) {
@@ -382,20 +407,17 @@ void give_up(const Publication& publication, const std::string& reason) {
   });
   if (told) {
     quietly([&] { leave(publication); });
-  } else { // that it is gone tells them too
-    quietly([&] { remove_publication(folder, publication.target); });
+  } else { // that it is gone tells them too; they may be making files there
+    poll(std::chrono::seconds(2), [&] {
+      return quietly([&] { remove_publication(folder, publication.target); });
+    });
   }
 }
 
 void publish(const Publication& publication, const PublicationSteps& steps) {
   try {
     if (publication.rank == 0) { // not in `prepare`: training waits for that
-      quietly([&] {
-        const auto& target = publication.target;
-        remove_leftovers(
-            target.parent_path(), target.filename().string() + kInfix,
-            changed_at(publication.folder()));
-      });
+      quietly([&] { tidy_up(publication, changed_at(publication.folder())); });
       check_failed(publication);
     } else {
       wait_for_folder(publication);
@@ -404,11 +426,13 @@ void publish(const Publication& publication, const PublicationSteps& steps) {
     write_text(publication.folder() / (rank_name(publication.rank) + ".json"), text);
     if (publication.rank == 0) {
       steps.finish(wait_for_ranks(publication));
+      // Nothing that needs room on the disk comes after it is in place.
+      write_text(publication.folder() / "placing", "");
       put_in_place(publication);
       if (steps.after) {
         steps.after();
       }
-      write_text(publication.folder() / "done", "");
+      rename_path(publication.folder() / "placing", publication.folder() / "done");
     } else {
       wait_for_rank0(publication);
     }

@@ -17,7 +17,8 @@ namespace fsdp::detail {
 //   data/            what becomes TARGET
 //   rank_00003.json  rank 3 has written and synced its files; what is in them
 //   failed           a rank has failed, and why: everybody gives up
-//   done             data/ is in place
+//   placing          data/ is complete, and about to be put in place
+//   done             it is in place
 //   rank_00003.left  rank 3 needs nothing here any more; the last removes it all
 // Rank 0 waits for all ranks' files, completes data/ and puts it in place in one
 // system call: by renaming where there is no TARGET, else by exchanging the two,
@@ -45,6 +46,8 @@ struct Publication {
   /// Whether a rank has died: it is waited for no longer than so.
   std::function<bool(int rank)> is_gone = {};
   std::chrono::milliseconds patience = std::chrono::minutes(1);
+  /// What dead saves left under names that begin so is removed; empty: of TARGET's.
+  std::string leftovers = {};
 
   Path folder() const;
   Path data() const {

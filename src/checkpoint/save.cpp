@@ -20,7 +20,7 @@ void save(
     const Path& path,
     const SaveOptions& options,
     const SeriesSteps& steps) {
-  run_save(begin_save(state, path, options), steps);
+  run_save(begin_save(state, path, options, steps.leftovers), steps);
 }
 
 } // namespace detail

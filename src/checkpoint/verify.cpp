@@ -197,7 +197,15 @@ class Verifier {
 } // namespace
 
 CheckpointReport verify_checkpoint(const std::filesystem::path& path) {
-  return Verifier(find_checkpoint(path)).run();
+  const auto place = find_checkpoint(path);
+  const bool is_file = !is_folder(place);
+  const auto id = is_file ? FolderId{} : folder_id(place);
+  auto report = Verifier(place).run();
+  // What was found wrong may be a mix of two.
+  FSDP_CHECK_AS(
+      CheckpointError, is_file || folder_id(place) == id, place.string(),
+      " was replaced by another while it was read: try again");
+  return report;
 }
 
 } // namespace fsdp

@@ -150,7 +150,11 @@ SafetensorsHeader shard_header(
       {{"DCP_SHARDING_INFO", json_text(info, file)}, {"DCP_VERSION", "1.0"}, {"format", "pt"}}};
 }
 
-SaveJob begin_save(const StateDict& state, const Path& path, const SaveOptions& options) {
+SaveJob begin_save(
+    const StateDict& state,
+    const Path& path,
+    const SaveOptions& options,
+    const std::string& leftovers) {
   const auto world = current_world();
   SaveJob job;
   auto& publication = job.publication;
@@ -158,6 +162,7 @@ SaveJob begin_save(const StateDict& state, const Path& path, const SaveOptions& 
   publication.world_size = world.size;
   publication.overwrite = options.overwrite;
   publication.timeout = options.timeout;
+  publication.leftovers = leftovers;
   publication.is_gone = watch_ranks();
   // What one rank alone finds wrong has to reach the others.
   PlanRequest request;

@@ -27,6 +27,8 @@ struct SaveJob {
 
 /// What rank 0 does for a series; each may be empty.
 struct SeriesSteps {
+  /// What the names of the series begin with: what dead saves left of any of them goes.
+  std::string leftovers = {};
   /// The time of the newest that is there.
   std::function<int64_t()> newest_time = {};
   /// When the checkpoint is in place.
@@ -36,7 +38,11 @@ struct SeriesSteps {
 /// Waits for this rank's save that is under way, draws the id on rank 0 and plans.
 /// Collective over the world; throws on all ranks if it does on one, or if the save
 /// before has failed, and nothing is left then.
-SaveJob begin_save(const StateDict& state, const Path& path, const SaveOptions& options);
+SaveJob begin_save(
+    const StateDict& state,
+    const Path& path,
+    const SaveOptions& options,
+    const std::string& leftovers = {});
 
 /// Writes this rank's files, waits for the others, and completes the checkpoint.
 void run_save(const SaveJob& job, const SeriesSteps& steps = {});

@@ -210,6 +210,26 @@ TEST(BrokenCheckpoint, AFileThatGoesAfterItWasFound) {
   EXPECT_TRUE(contains(message, "tensor 'plain': " + file + " cannot be opened"));
 }
 
+/// One of others, without checksums or an id: nothing else would tell.
+TEST(BrokenCheckpoint, AFolderThatIsReplacedWhileItIsRead) {
+  const detail::Path folder = temporary_folder();
+  StateDict state;
+  state.insert("a", torch::zeros({3}));
+  state.insert("b", torch::zeros({3}));
+  for (const auto* name : {"old", "new"}) {
+    save_hf(state, folder / name, {.max_file_bytes = 12}); // a file for each
+  }
+  const auto catalog = detail::open_catalog(folder / "old");
+  const auto target = detail::local_tensor(torch::zeros({3}));
+  detail::Reader reader(catalog, /*verify=*/true);
+  reader.read(*catalog.find_tensor("a"), *target);
+  detail::rename_path(folder / "old", folder / "gone");
+  detail::rename_path(folder / "new", folder / "old");
+  const auto message =
+      message_of<CheckpointError>([&] { reader.read(*catalog.find_tensor("b"), *target); });
+  EXPECT_TRUE(contains(message, "was replaced by another while it was read"));
+}
+
 /// Too late to change nothing: all ranks are told what is left.
 TEST(BrokenCheckpoint, AFileThatChangesAfterTheChecks) {
   const auto path = temporary_folder() + "/checkpoint";

@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -341,6 +342,25 @@ void fill_disk(const std::string& folder, int64_t left) {
   ASSERT_EQ(
       posix_fallocate(fd, 0, static_cast<int64_t>(disk.f_bavail * disk.f_bsize) - left), 0);
   close(fd);
+}
+
+/// Of a series: they may be what fills the disk, and are of another step.
+TEST(Leftovers, OfDeadSavesGoBeforeTheNextIsWritten) {
+  const detail::Path root = temporary_folder();
+  const auto dead = root / "step_00000001.tmp-000000000000000000000000";
+  detail::make_folder(dead);
+  set_file_text(dead / "lock", "");
+  const timespec long_ago[2] = {{1'000'000'000, 0}, {1'000'000'000, 0}};
+  for (const auto& path : {dead / "lock", dead}) {
+    ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), long_ago, 0), 0);
+  }
+  const ChangeHook hook([&](const char* operation, const detail::Path& path) {
+    if (std::string(operation) == "write") {
+      EXPECT_FALSE(detail::path_exists(dead)) << path;
+    }
+  });
+  CheckpointSeries(root).save(2, state_of(2));
+  EXPECT_EQ(loaded_generation((root / "step_00000002").string()), 2);
 }
 
 /// By root, or where users may have namespaces of their own; else it is skipped.
