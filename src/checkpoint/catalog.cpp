@@ -243,14 +243,14 @@ void check_coverage(const Catalog& catalog) {
 
 void check_not_replaced(const Catalog& catalog) {
   FSDP_CHECK_AS(
-      CheckpointError, folder_id(catalog.folder) == catalog.folder_id, catalog.folder.string(),
+      CheckpointError, catalog.opened->is_there(), catalog.folder.string(),
       " was replaced by another while it was read: try again");
 }
 
 Catalog open_catalog(const Path& path) {
   FSDP_CHECK_AS(CheckpointError, path_exists(path), path.string(), ": there is no such checkpoint");
   Catalog catalog;
-  const auto id = folder_id(is_folder(path) ? path : path.parent_path());
+  auto opened = std::make_shared<const Folder>(is_folder(path) ? path : path.parent_path());
   if (is_folder(path)) {
     catalog = open_folder(path);
   } else {
@@ -258,7 +258,7 @@ Catalog open_catalog(const Path& path) {
     collector.add_file(path.filename().string());
     catalog = collector.finish();
   }
-  catalog.folder_id = id;
+  catalog.opened = std::move(opened);
   check_coverage(catalog);
   check_files(catalog);
   check_not_replaced(catalog);

@@ -3,6 +3,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -37,7 +38,7 @@ inline constexpr int64_t kBlockBytes = int64_t{4} << 20;
 /// What a checkpoint holds, whoever wrote it.
 struct Catalog {
   Path folder;
-  FolderId folder_id{};
+  std::shared_ptr<const Folder> opened; // the one that was there then
   std::string id;   // of the save; empty for files of others
   int64_t time = 0; // when it was saved, in nanoseconds since 1970; 0: unknown
   std::vector<StoredTensor> tensors;

@@ -194,6 +194,16 @@ void FileWriter::finish() {
   file_.sync();
 }
 
+Folder::Folder(const Path& path)
+    : path_(path.empty() ? "." : path), fd_(open_or_throw(path_, O_PATH | O_DIRECTORY, "opened")) {}
+
+bool Folder::is_there() const {
+  const auto mine = status_of(fd_, path_);
+  struct stat theirs{};
+  return stat(path_.c_str(), &theirs) == 0 && theirs.st_dev == mine.st_dev &&
+         theirs.st_ino == mine.st_ino;
+}
+
 bool path_exists(const Path& path) {
   struct stat info{};
   return lstat(path.c_str(), &info) == 0;
@@ -202,14 +212,6 @@ bool path_exists(const Path& path) {
 bool is_folder(const Path& path) {
   struct stat info{};
   return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
-}
-
-FolderId folder_id(const Path& folder) {
-  struct stat info{};
-  if (stat(folder.empty() ? "." : folder.c_str(), &info) != 0) {
-    throw_system_error("looked at", folder, errno);
-  }
-  return {static_cast<int64_t>(info.st_dev), static_cast<int64_t>(info.st_ino)};
 }
 
 bool is_link(const Path& path) {

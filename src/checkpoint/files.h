@@ -76,11 +76,20 @@ class FileWriter {
   int64_t buffered_ = 0;
 };
 
+/// A folder that was at a path, held open: it stays the same, whatever the path leads to.
+class Folder {
+ public:
+  explicit Folder(const Path& path);
+  /// Whether it still is what the path leads to.
+  bool is_there() const;
+
+ private:
+  Path path_;
+  Fd fd_;
+};
+
 bool path_exists(const Path& path);
 bool is_folder(const Path& path);
-/// Two folders that have been at a path have different ones.
-using FolderId = std::array<int64_t, 2>;
-FolderId folder_id(const Path& folder);
 /// A symbolic link.
 bool is_link(const Path& path);
 /// Names in a folder, sorted; none where there is no folder.

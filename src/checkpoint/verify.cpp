@@ -198,12 +198,11 @@ class Verifier {
 
 CheckpointReport verify_checkpoint(const std::filesystem::path& path) {
   const auto place = find_checkpoint(path);
-  const bool is_file = !is_folder(place);
-  const auto id = is_file ? FolderId{} : folder_id(place);
+  const Folder opened(is_folder(place) ? place : place.parent_path());
   auto report = Verifier(place).run();
-  // What was found wrong may be a mix of two.
+  // What was found wrong may be of a mix of two.
   FSDP_CHECK_AS(
-      CheckpointError, is_file || folder_id(place) == id, place.string(),
+      CheckpointError, opened.is_there(), place.string(),
       " was replaced by another while it was read: try again");
   return report;
 }
