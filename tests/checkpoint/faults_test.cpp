@@ -181,14 +181,14 @@ TEST(BrokenCheckpoint, MissingKeyAndWrongShape) {
   });
 }
 
-/// Does something once, at the thread's second collective of a load: all ranks have checked
-/// everything then, and none has changed anything.
+/// Does something once, at the thread's third collective of a load, which compares ids: all
+/// ranks have checked everything then, and none has changed anything.
 class WhenAllHaveChecked : public detail::CollectiveObserver {
  public:
   explicit WhenAllHaveChecked(std::function<void()> step) : step_(std::move(step)) {}
 
   void on_collective(const detail::ObservedCollective&) override {
-    if (++number_ == 2) {
+    if (++number_ == 3) {
       step_();
     }
   }
