@@ -202,7 +202,7 @@ int run(int argc, char** argv) {
   app.add_flag(
       "--check", check,
       "Exit 1 unless saving and loading are as fast as DCP's, async_save blocks for a tenth of a "
-      "save at most, compute beside it takes 1.1 times as long at most, and memory beyond the "
+      "save at most, compute beside it takes 1.4 times as long at most, and memory beyond the "
       "model is at most 1.2 times a shard");
   app.add_option("--rank", worker_rank)->group("");
   app.add_option("--blocks", worker_blocks)->group("");

@@ -59,12 +59,11 @@ void copy_past_caches(char* to, const char* from, size_t bytes) {
   std::memcpy(to + done, from + done, bytes - done);
 }
 
-/// The calling thread gives way to training where there is no core to spare. It lags behind
-/// then until somebody waits for it, who leaves it a core; only other programs that keep
-/// all cores busy can hold it up, since a thread cannot get its priority back.
+/// The calling thread takes a tenth of a core where others want all of them. Not less: who
+/// waits for it cannot give it its priority back, and other programs may keep cores busy.
 void give_way() {
-  constexpr int kLowest = 19;
-  (void)setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kLowest);
+  constexpr int kNice = 10;
+  (void)setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNice);
 }
 
 /// A rank's save in the background, and the host memory that it and the next ones

@@ -91,7 +91,7 @@ TEST(AsyncSave, GivesWayToTraining) {
   StateDict state;
   state.insert("w", torch::ones({4}));
   async_save(state, path).get();
-  EXPECT_EQ(of_writes, 19);
+  EXPECT_EQ(of_writes, std::max(mine, 10));
   save(state, path); // waited for
   EXPECT_EQ(of_writes, mine);
 }

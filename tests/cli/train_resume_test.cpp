@@ -81,7 +81,7 @@ TEST(TrainResume, AtOtherNumbersOfRanks) {
 TEST(TrainResume, AfterKill9) {
   const auto folder = temporary_folder();
   const auto data = text_file();
-  const auto words = joined(tiny(data, {"--steps", "60", "--ranks", "2"}));
+  const auto words = joined(tiny(data, {"--steps", "24", "--ranks", "2"}));
   const auto whole = run_script(kTool + words);
   ASSERT_EQ(whole.exit_code, 0) << whole.output;
   for (const std::string step : {"3", "11"}) {
