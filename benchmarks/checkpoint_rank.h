@@ -22,7 +22,7 @@ struct Measured {
   double seconds = 0; // until the call returned
   double total = 0;   // until the checkpoint was there
   double extra = 0;   // bytes; negative: unknown
-  double beside = 1;  // time of compute beside an async save, of what it takes alone
+  double beside = 0;  // time of compute beside an async save, of what it takes alone
 };
 
 // The model of dcp_checkpoint.py: change both.

@@ -241,12 +241,6 @@ void check_coverage(const Catalog& catalog) {
   }
 }
 
-void check_not_replaced(const Catalog& catalog) {
-  FSDP_CHECK_AS(
-      CheckpointError, catalog.opened->is_there(), catalog.folder.string(),
-      " was replaced by another while it was read: try again");
-}
-
 Catalog open_catalog(const Path& path) {
   FSDP_CHECK_AS(CheckpointError, path_exists(path), path.string(), ": there is no such checkpoint");
   Catalog catalog;
@@ -261,7 +255,7 @@ Catalog open_catalog(const Path& path) {
   catalog.opened = std::move(opened);
   check_coverage(catalog);
   check_files(catalog);
-  check_not_replaced(catalog);
+  catalog.opened->check_not_replaced();
   return catalog;
 }
 

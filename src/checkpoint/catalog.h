@@ -62,10 +62,6 @@ struct Catalog {
 /// exactly once, in files that are long enough; reads no tensor.
 Catalog open_catalog(const Path& path);
 
-/// Throws CheckpointError where another folder has taken the place of the one that was
-/// opened. To be called after a file there was opened, and before it is trusted.
-void check_not_replaced(const Catalog& catalog);
-
 /// Throws CheckpointError unless each tensor's pieces are all of it, once.
 void check_coverage(const Catalog& catalog);
 void check_coverage(const Catalog& catalog, const StoredTensor& tensor);

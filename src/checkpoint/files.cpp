@@ -197,11 +197,14 @@ void FileWriter::finish() {
 Folder::Folder(const Path& path)
     : path_(path.empty() ? "." : path), fd_(open_or_throw(path_, O_PATH | O_DIRECTORY, "opened")) {}
 
-bool Folder::is_there() const {
+void Folder::check_not_replaced() const {
   const auto mine = status_of(fd_, path_);
   struct stat theirs{};
-  return stat(path_.c_str(), &theirs) == 0 && theirs.st_dev == mine.st_dev &&
-         theirs.st_ino == mine.st_ino;
+  FSDP_CHECK_AS(
+      CheckpointError,
+      stat(path_.c_str(), &theirs) == 0 && theirs.st_dev == mine.st_dev &&
+          theirs.st_ino == mine.st_ino,
+      path_.string(), " was replaced by another while it was read: try again");
 }
 
 bool path_exists(const Path& path) {

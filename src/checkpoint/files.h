@@ -80,8 +80,9 @@ class FileWriter {
 class Folder {
  public:
   explicit Folder(const Path& path);
-  /// Whether it still is what the path leads to.
-  bool is_there() const;
+  /// Throws where the path leads to another one by now. To be called after a file was
+  /// opened by that path, and before it is trusted.
+  void check_not_replaced() const;
 
  private:
   Path path_;

@@ -368,15 +368,12 @@ void prepare(Publication& publication) {
   publication.id = new_id();
   check_replaceable(publication, publication.target);
   make_folders(publication.target.parent_path());
-  const auto make = [&] {
-    make_folder(publication.folder());
-    publication.lock = std::make_shared<File>(File::create(publication.folder() / "lock"));
-    publication.lock->try_lock(); // where locks are not to be had, time has to do
-    make_folder(publication.data());
-  };
   for (bool again = true;; again = false) {
     try {
-      make();
+      make_folder(publication.folder());
+      publication.lock = std::make_shared<File>(File::create(publication.folder() / "lock"));
+      publication.lock->try_lock(); // where locks are not to be had, time has to do
+      make_folder(publication.data());
       return;
     } catch (const CheckpointError&) {
       quietly([&] { remove_tree(publication.folder()); });

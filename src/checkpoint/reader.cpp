@@ -26,7 +26,7 @@ const File& Reader::file(const std::string& name) {
       files_.clear();
     }
     found = files_.emplace(name, File::open(catalog_.folder / name)).first;
-    check_not_replaced(catalog_);
+    catalog_.opened->check_not_replaced();
   }
   const auto version = found->second.version();
   FSDP_CHECK_AS(

@@ -200,10 +200,7 @@ CheckpointReport verify_checkpoint(const std::filesystem::path& path) {
   const auto place = find_checkpoint(path);
   const Folder opened(is_folder(place) ? place : place.parent_path());
   auto report = Verifier(place).run();
-  // What was found wrong may be of a mix of two.
-  FSDP_CHECK_AS(
-      CheckpointError, opened.is_there(), place.string(),
-      " was replaced by another while it was read: try again");
+  opened.check_not_replaced(); // else what was found wrong may be of a mix of two
   return report;
 }
 

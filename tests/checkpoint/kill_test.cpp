@@ -344,25 +344,6 @@ void fill_disk(const std::string& folder, int64_t left) {
   close(fd);
 }
 
-/// Of a series: they may be what fills the disk, and are of another step.
-TEST(Leftovers, OfDeadSavesGoBeforeTheNextIsWritten) {
-  const detail::Path root = temporary_folder();
-  const auto dead = root / "step_00000001.tmp-000000000000000000000000";
-  detail::make_folder(dead);
-  set_file_text(dead / "lock", "");
-  const timespec long_ago[2] = {{1'000'000'000, 0}, {1'000'000'000, 0}};
-  for (const auto& path : {dead / "lock", dead}) {
-    ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), long_ago, 0), 0);
-  }
-  const ChangeHook hook([&](const char* operation, const detail::Path& path) {
-    if (std::string(operation) == "write") {
-      EXPECT_FALSE(detail::path_exists(dead)) << path;
-    }
-  });
-  CheckpointSeries(root).save(2, state_of(2));
-  EXPECT_EQ(loaded_generation((root / "step_00000002").string()), 2);
-}
-
 /// By root, or where users may have namespaces of their own; else it is skipped.
 TEST(FullDisk, WhereverItEnds) {
   constexpr int64_t kNumel = 2000; // of 8 bytes
@@ -444,6 +425,25 @@ TEST(Leftovers, OfDeadSavesGoWhenTheyAreOld) {
   detail::remove_leftovers(folder, "checkpoint.tmp-", now + 100);
   EXPECT_FALSE(detail::path_exists(dead));
   EXPECT_TRUE(detail::path_exists(alive[0].publication.folder())) << "its lock is held";
+}
+
+/// Of a series: they may be what fills the disk, and are of another step.
+TEST(Leftovers, OfDeadSavesGoBeforeTheNextIsWritten) {
+  const detail::Path root = temporary_folder();
+  const auto dead = root / "step_00000001.tmp-000000000000000000000000";
+  detail::make_folder(dead);
+  set_file_text(dead / "lock", "");
+  const timespec long_ago[2] = {{1'000'000'000, 0}, {1'000'000'000, 0}};
+  for (const auto& path : {dead / "lock", dead}) {
+    ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), long_ago, 0), 0);
+  }
+  const ChangeHook hook([&](const char* operation, const detail::Path& path) {
+    if (std::string(operation) == "write") {
+      EXPECT_FALSE(detail::path_exists(dead)) << path;
+    }
+  });
+  CheckpointSeries(root).save(2, state_of(2));
+  EXPECT_EQ(loaded_generation((root / "step_00000002").string()), 2);
 }
 
 } // namespace
