@@ -15,23 +15,23 @@
 namespace fsdp::optim {
 namespace {
 
-constexpr auto kName = "fsdp::optim::AdamW";
-using State = torch::optim::AdamWParamState;
+constexpr auto kAdamWName = "fsdp::optim::AdamW";
+using AdamWState = torch::optim::AdamWParamState;
 
 /// Parameters of one group, dtype, device and number of steps, so that one
 /// step tensor serves all.
-struct Bucket {
+struct AdamWBucket {
   detail::KernelLists lists;
-  std::vector<State*> states;
+  std::vector<AdamWState*> states;
 };
-using Key = std::tuple<std::size_t, at::ScalarType, at::DeviceType, at::DeviceIndex, int64_t>;
+using AdamWKey = std::tuple<std::size_t, at::ScalarType, at::DeviceType, at::DeviceIndex, int64_t>;
 
-void add(Bucket& bucket, const detail::Update& update, State& state, bool amsgrad) {
+void add(AdamWBucket& bucket, const detail::Update& update, AdamWState& state, bool amsgrad) {
   const auto prepare = [&](const char* name, at::Tensor& tensor) {
     if (!tensor.defined()) {
       tensor = at::zeros_like(update.param);
     }
-    detail::check_state(kName, update, name, tensor);
+    detail::check_state(kAdamWName, update, name, tensor);
   };
   prepare("exp_avg", state.exp_avg());
   prepare("exp_avg_sq", state.exp_avg_sq());
@@ -46,7 +46,7 @@ void add(Bucket& bucket, const detail::Update& update, State& state, bool amsgra
   bucket.states.push_back(&state);
 }
 
-void run(Bucket& bucket, const torch::optim::AdamWOptions& options) {
+void run(AdamWBucket& bucket, const torch::optim::AdamWOptions& options) {
   const auto step = bucket.states[0]->step() + 1;
   bucket.lists.run([&](const detail::KernelLists::Lists& lists) {
     const auto& params = lists[0];
@@ -72,16 +72,16 @@ at::Tensor AdamW::step(LossClosure closure) {
   const auto options = [&](std::size_t group) -> const auto& {
     return static_cast<const torch::optim::AdamWOptions&>(param_groups_[group].options());
   };
-  std::map<Key, Bucket> buckets;
-  for (const auto& update : detail::find_updates(kName, param_groups_)) {
+  std::map<AdamWKey, AdamWBucket> buckets;
+  for (const auto& update : detail::find_updates(kAdamWName, param_groups_)) {
     const auto& param = update.param;
     auto& slot = state_[param.unsafeGetTensorImpl()];
     if (!slot) {
-      slot = std::make_unique<State>();
+      slot = std::make_unique<AdamWState>();
     }
-    auto& state = static_cast<State&>(*slot);
+    auto& state = static_cast<AdamWState&>(*slot);
     const auto device = param.device();
-    const Key key{update.group, param.scalar_type(), device.type(), device.index(), state.step()};
+    const AdamWKey key{update.group, param.scalar_type(), device.type(), device.index(), state.step()};
     add(buckets[key], update, state, options(update.group).amsgrad());
   }
   for (auto& [key, bucket] : buckets) {

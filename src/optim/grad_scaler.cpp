@@ -51,11 +51,11 @@ void check_grad(const at::Tensor& param, std::size_t group, std::size_t index) {
 }
 
 /// By device and dtype, each once however often it is listed.
-using Lists =
+using GradLists =
     std::map<std::tuple<at::DeviceType, at::DeviceIndex, at::ScalarType>, std::vector<at::Tensor>>;
 
-Lists lists_of_grads(const ParamGroups& groups) {
-  Lists lists;
+GradLists grad_lists(const ParamGroups& groups) {
+  GradLists lists;
   ska::flat_hash_set<const void*> seen;
   for (const auto group : c10::irange(groups.size())) {
     const auto& params = groups[group].params();
@@ -73,7 +73,7 @@ Lists lists_of_grads(const ParamGroups& groups) {
 
 /// The largest of the flags of all ranks that share a parameter. All parameters
 /// count, with a gradient or not, so that every rank makes the same calls.
-at::Tensor share(at::Tensor flag, const ParamGroups& groups) {
+at::Tensor share_flag(at::Tensor flag, const ParamGroups& groups) {
   const auto home = flag.device();
   std::vector<ProcessGroup> done;
   for (const auto& group : groups) {
@@ -144,7 +144,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
         "[GradScaler] unscale_() is being called after step(); call update() in between");
   }
   at::NoGradGuard no_grad;
-  const auto lists = lists_of_grads(optimizer.param_groups());
+  const auto lists = grad_lists(optimizer.param_groups());
   const auto inverse = scale_.to(at::kDouble).reciprocal().to(at::kFloat);
   auto found_inf = at::zeros({1}, inverse.options());
   for (const auto& [key, grads] : lists) {
@@ -155,7 +155,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
     found_inf = at::maximum(found_inf, found_here.to(found_inf.device()));
   }
   optimizers_[&optimizer] = {
-      .stage = Stage::Unscaled, .found_inf = share(found_inf, optimizer.param_groups())};
+      .stage = Stage::Unscaled, .found_inf = share_flag(found_inf, optimizer.param_groups())};
 }
 
 bool GradScaler::step(torch::optim::Optimizer& optimizer) {

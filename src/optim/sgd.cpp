@@ -17,18 +17,18 @@
 namespace fsdp::optim {
 namespace {
 
-constexpr auto kName = "fsdp::optim::SGD";
-using State = torch::optim::SGDParamState;
+constexpr auto kSgdName = "fsdp::optim::SGD";
+using SgdState = torch::optim::SGDParamState;
 using torch::optim::SGDOptions;
 
 /// Parameters of one group, dtype and device that all have momentum already, or
 /// all get it now.
-struct Bucket {
+struct SgdBucket {
   detail::KernelLists lists;
   // Not in the state before it has values: the step may yet be refused.
-  std::vector<std::pair<State*, at::Tensor>> started;
+  std::vector<std::pair<SgdState*, at::Tensor>> started;
 };
-using Key = std::tuple<std::size_t, at::ScalarType, at::DeviceType, at::DeviceIndex, bool>;
+using SgdKey = std::tuple<std::size_t, at::ScalarType, at::DeviceType, at::DeviceIndex, bool>;
 
 void step_unfused(
     at::TensorList params,
@@ -53,7 +53,7 @@ void step_unfused(
   at::_foreach_add_(params, directions, -options.lr());
 }
 
-void run(Bucket& bucket, const SGDOptions& options, bool is_first_step) {
+void run(SgdBucket& bucket, const SGDOptions& options, bool is_first_step) {
   bucket.lists.run([&](const detail::KernelLists::Lists& lists) {
     const auto& params = lists[0];
     const auto momentum = lists.size() > 2 ? at::TensorList(lists[2]) : at::TensorList();
@@ -77,13 +77,13 @@ at::Tensor SGD::step(LossClosure closure) {
   const auto options = [&](std::size_t group) -> const auto& {
     return static_cast<const SGDOptions&>(param_groups_[group].options());
   };
-  std::map<Key, Bucket> buckets;
+  std::map<SgdKey, SgdBucket> buckets;
   auto last = buckets.end(); // neighbours are mostly alike
-  for (const auto& update : detail::find_updates(kName, param_groups_)) {
+  for (const auto& update : detail::find_updates(kSgdName, param_groups_)) {
     const auto& param = update.param;
     const auto device = param.device();
-    const auto bucket = [&](bool is_first_step) -> Bucket& {
-      const Key key{
+    const auto bucket = [&](bool is_first_step) -> SgdBucket& {
+      const SgdKey key{
           update.group, param.scalar_type(), device.type(), device.index(), is_first_step};
       if (last == buckets.end() || last->first != key) {
         last = buckets.try_emplace(key).first;
@@ -96,11 +96,11 @@ at::Tensor SGD::step(LossClosure closure) {
     }
     auto& slot = state_[param.unsafeGetTensorImpl()];
     if (!slot) {
-      slot = std::make_unique<State>();
+      slot = std::make_unique<SgdState>();
     }
-    auto& state = static_cast<State&>(*slot);
+    auto& state = static_cast<SgdState&>(*slot);
     if (state.momentum_buffer().defined()) {
-      detail::check_state(kName, update, "momentum_buffer", state.momentum_buffer());
+      detail::check_state(kSgdName, update, "momentum_buffer", state.momentum_buffer());
       bucket(false).lists.add(param, update.grad, {&state.momentum_buffer()});
     } else {
       auto momentum = at::empty_like(param);

@@ -27,8 +27,6 @@ using detail::StyledModule;
 
 namespace {
 
-constexpr const char* kTag = "[parallelize_module] ";
-
 // ------------------------------------------------------------ Which modules
 
 /// Finds the modules that a name of a plan means.
@@ -38,7 +36,7 @@ class Search {
       : mesh_(mesh), parts_(path.empty() ? Names() : detail::split(path, '.')) {
     descend("", root, 0);
     TORCH_CHECK_VALUE(
-        !found_.empty(), kTag, "the plan for ", detail::axis_text(mesh), " names '", path,
+        !found_.empty(), detail::kParallelizeTag, "the plan for ", detail::axis_text(mesh), " names '", path,
         "', but there is no such module in ", detail::type_name(root), ": ", where_it_ends_);
   }
   const std::vector<StyledModule>& found() const {
@@ -82,7 +80,7 @@ class Search {
 Hookable& hooked(const StyledModule& at) {
   auto* hookable = dynamic_cast<Hookable*>(at.module);
   TORCH_CHECK_VALUE(
-      hookable && hookable->fsdp_has_forward(), kTag, at.text(),
+      hookable && hookable->fsdp_has_forward(), detail::kParallelizeTag, at.text(),
       hookable ? " has no forward" : " is not hooked", ", so that for ", detail::axis_text(at.mesh),
       " its inputs and outputs cannot be converted. Declare its holder with FSDP_MODULE instead of "
       "TORCH_MODULE, or take the one of fsdp::nn");
@@ -106,16 +104,16 @@ std::vector<Target> targets_of(
     for (const auto& at : search.found()) {
       for (const auto& hook : hooked(at).fsdp_hooks) {
         TORCH_CHECK_VALUE(
-            !divides(style) || !hook.divides, kTag, at.text(),
+            !divides(style) || !hook.divides, detail::kParallelizeTag, at.text(),
             " has been parallelized already, by ", hook.name, ", and cannot be again, over ",
             detail::axis_text(mesh));
       }
       TORCH_CHECK_VALUE(
-          !divides(style) || divided.insert(at.module).second, kTag, at.text(),
+          !divides(style) || divided.insert(at.module).second, detail::kParallelizeTag, at.text(),
           " is parallelized by two entries of the plan for ", detail::axis_text(mesh));
       for (const auto* side : detail::prepared_sides(style)) {
         TORCH_CHECK_VALUE(
-            prepared.emplace(at.module, side).second, kTag, "the ", side, " of ", at.text(),
+            prepared.emplace(at.module, side).second, detail::kParallelizeTag, "the ", side, " of ", at.text(),
             " is prepared by two entries of the plan for ", detail::axis_text(mesh));
       }
       targets.push_back({at, &style, detail::param_divisions(at, style)});
@@ -132,12 +130,12 @@ void check_dividable(
     const at::Tensor& param,
     const std::vector<Placement>& placements) {
   TORCH_CHECK_VALUE(
-      !detail::FSDPParam::find(param), kTag, "parameter '", name, "' of ", at.text(),
+      !detail::FSDPParam::find(param), detail::kParallelizeTag, "parameter '", name, "' of ", at.text(),
       " is sharded by fully_shard already, and cannot be divided over ", at.mesh.str(),
       ": parallelize_module comes before fully_shard");
   const auto spread = Spread::find(param);
   TORCH_CHECK_VALUE(
-      !spread || (spread->spec().mesh == at.mesh && spread->spec().placements == placements), kTag,
+      !spread || (spread->spec().mesh == at.mesh && spread->spec().placements == placements), detail::kParallelizeTag,
       "parameter '", name, "' of ", at.text(), " lies ",
       spread ? to_string(spread->spec().placements) + " on " + spread->spec().mesh.str() : "",
       " already, and cannot lie ", to_string(placements), " on ", at.mesh.str());
@@ -152,13 +150,13 @@ Divisions check_divisions(const std::vector<Target>& targets) {
       check_dividable(at, division.name, division.param, {division.placement});
       const auto known = Spread::find(division.param);
       TORCH_CHECK_VALUE(
-          !known || !known->sums_grads || division.sum_grads, kTag, "the gradient of parameter '",
+          !known || !known->sums_grads || division.sum_grads, detail::kParallelizeTag, "the gradient of parameter '",
           division.name, "' is summed over ", detail::axis_text(at.mesh),
           " already, for a module that has part of the sequence; ", at.text(), " has all of it");
       const auto& other =
           *all.emplace(division.param.unsafeGetTensorImpl(), &division).first->second;
       TORCH_CHECK_VALUE(
-          other.placement == division.placement && other.sum_grads == division.sum_grads, kTag,
+          other.placement == division.placement && other.sum_grads == division.sum_grads, detail::kParallelizeTag,
           "parameters '", other.name, "' and '", division.name, "' are one, which ",
           detail::axis_text(at.mesh), " cannot place as ", to_string(other.placement), " and as ",
           to_string(division.placement));
@@ -187,7 +185,7 @@ void check_shared(
     for (const auto& item : module.named_parameters(/*recurse=*/false)) {
       const auto found = divisions.find(item.value().unsafeGetTensorImpl());
       TORCH_CHECK_VALUE(
-          found == divisions.end() || told.count(&module), kTag, "parameter '",
+          found == divisions.end() || told.count(&module), detail::kParallelizeTag, "parameter '",
           detail::joined(name, item.key()), "' is shared with '", found->second->name, "', which ",
           detail::axis_text(targets.front().at.mesh), " is to place as ",
           to_string(found->second->placement),
@@ -223,7 +221,7 @@ std::shared_ptr<Spread> spread(
 /// Every gradient that arrives is one term of a sum over the ranks.
 void sum_gradients(const ParamDivision& division, const DeviceMesh& mesh) {
   const detail::LocalMove move{mesh, Partial{}, Replicate{}};
-  const detail::MoveLabel label{kTag + ("the gradient of '" + division.name + "'"), division.name};
+  const detail::MoveLabel label{detail::kParallelizeTag + ("the gradient of '" + division.name + "'"), division.name};
   const auto& param = division.param;
   const bool requires_grad = param.requires_grad();
   param.set_requires_grad(true); // it may be unfrozen later
@@ -256,7 +254,7 @@ Spreads divide(const Target& target) {
 
 void parallelize_module(ModuleRef module, const DeviceMesh& mesh, const ParallelPlan& plan) {
   TORCH_CHECK_VALUE(
-      mesh.ndim() == 1, kTag, "needs a mesh of one axis, not ", mesh.str(),
+      mesh.ndim() == 1, detail::kParallelizeTag, "needs a mesh of one axis, not ", mesh.str(),
       "; take a slice of it: mesh[\"tp\"]");
   detail::check_members(*module);
   const auto targets = targets_of(*module, mesh, plan);
@@ -280,13 +278,13 @@ void distribute_parameter(
   const auto params = module->named_parameters(/*recurse=*/false);
   const auto* param = params.find(name);
   TORCH_CHECK_VALUE(
-      param, kTag, at.text(), " has no parameter '", name, "' to divide over ", mesh.str(),
+      param, detail::kParallelizeTag, at.text(), " has no parameter '", name, "' to divide over ", mesh.str(),
       "; it has ", detail::join(params.keys()));
   placements = detail::normalized(std::move(placements), param->dim(), mesh.ndim());
   detail::check_members(*module);
   check_dividable(at, name, *param, placements);
   TORCH_CHECK_VALUE(
-      !Spread::find(*param), kTag, "parameter '", name, "' of ", at.text(), " is divided over ",
+      !Spread::find(*param), detail::kParallelizeTag, "parameter '", name, "' of ", at.text(), " is divided over ",
       mesh.str(), " already");
   auto& hooks = hooked(at).fsdp_hooks;
   const detail::TensorSpec spec{mesh, std::move(placements), param->sizes().vec()};

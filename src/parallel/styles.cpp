@@ -21,8 +21,6 @@ using torch::nn::LinearImpl;
 using Tensors = ForwardHook::Tensors;
 using AtOutputs = ForwardHook::AtOutputs;
 
-constexpr const char* kTag = "[parallelize_module] ";
-
 /// Another value while it lives.
 template <class T>
 class Swapped {
@@ -40,7 +38,7 @@ class Swapped {
 };
 
 MoveLabel label_of(const StyledModule& at, const std::string& which) {
-  return {kTag + which + " of " + at.text(), at.name};
+  return {kParallelizeTag + which + " of " + at.text(), at.name};
 }
 
 at::Tensor& first(const Tensors& tensors, const MoveLabel& label) {
@@ -207,7 +205,7 @@ struct Preparation {
 
   void check(const char* style) const {
     TORCH_CHECK_VALUE(
-        from.each().size() == to.each().size(), kTag, style, " of ", at.text(), ": ", role,
+        from.each().size() == to.each().size(), kParallelizeTag, style, " of ", at.text(), ": ", role,
         "_layouts and desired_", role, "_layouts should have same length, not ", from.each().size(),
         " and ", to.each().size());
   }
@@ -219,7 +217,7 @@ struct Preparation {
   }
   void run(const Tensors& tensors) const {
     TORCH_CHECK_VALUE(
-        tensors.size() == labels.size(), kTag, at.text(), " has ", tensors.size(), " tensors as ",
+        tensors.size() == labels.size(), kParallelizeTag, at.text(), " has ", tensors.size(), " tensors as ",
         role, ", but the plan gives ", labels.size(), " ", role,
         "_layouts: they should have same length");
     for (size_t i = 0; i < labels.size(); ++i) {
@@ -253,7 +251,7 @@ Preparation output_of(const StyledModule& at, const Style& style) {
 
 void check_layout(const StyledModule& at, const char* field, const Placement& layout) {
   TORCH_CHECK_VALUE(
-      can_move(layout), kTag, field, " of ", at.text(), " is ", to_string(layout), ", which ",
+      can_move(layout), kParallelizeTag, field, " of ", at.text(), " is ", to_string(layout), ", which ",
       axis_text(at.mesh), " cannot do: take Replicate, Shard or Partial (a sum)");
 }
 
@@ -274,10 +272,10 @@ int64_t divided_dim(const StyledModule& at, const char* style, int64_t linear, i
   }
   const auto* table = dynamic_cast<const EmbeddingImpl*>(at.module);
   TORCH_CHECK_NOT_IMPLEMENTED(
-      table, kTag, style, " currently only supports Linear and Embedding, not ", at.text());
+      table, kParallelizeTag, style, " currently only supports Linear and Embedding, not ", at.text());
   // They look at whole rows, or count tokens.
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !table->options.max_norm() && !table->options.scale_grad_by_freq(), kTag, style, " of ",
+      !table->options.max_norm() && !table->options.scale_grad_by_freq(), kParallelizeTag, style, " of ",
       at.text(), " does not support its options max_norm and scale_grad_by_freq");
   return embedding;
 }

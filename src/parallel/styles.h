@@ -9,6 +9,8 @@
 
 namespace fsdp::detail {
 
+inline constexpr const char* kParallelizeTag = "[parallelize_module] "; // begins its messages
+
 /// A module that a plan names, by its name below the one that was given.
 struct StyledModule {
   std::string name;

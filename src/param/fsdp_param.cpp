@@ -4,10 +4,9 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
-#include <mutex>
-#include <unordered_map>
 #include <utility>
 
+#include "param/tensor_table.h"
 #include "runtime/stream.h"
 
 namespace fsdp::detail {
@@ -18,9 +17,7 @@ namespace {
 
 constexpr uint32_t kFirstUnshardedVersion = 0x40000000;
 
-// Ranks may be threads, so one table for all of them, by TensorImpl.
-std::mutex table_mutex;
-std::unordered_map<const at::TensorImpl*, FSDPParam*> table;
+TensorTable<FSDPParam*> sharded_params;
 
 } // namespace
 
@@ -96,8 +93,7 @@ FSDPParam::FSDPParam(
       sharded_accumulator_(weak_node(NodePtr())),
       slot_(std::make_shared<Slot>(Slot{{}, std::move(name), {}})) {
   param_.mutable_grad().reset(); // of the whole
-  std::lock_guard lock(table_mutex);
-  const bool is_new = table.emplace(param_.unsafeGetTensorImpl(), this).second;
+  const bool is_new = sharded_params.add(param_, this);
   TORCH_INTERNAL_ASSERT(is_new, "parameter '", this->name(), "' is managed already");
 }
 
@@ -107,14 +103,12 @@ FSDPParam::~FSDPParam() {
     // a weak reference: a cycle.
     autograd::impl::set_grad_accumulator(param_, sharded_accumulator_);
   }
-  std::lock_guard lock(table_mutex);
-  table.erase(param_.unsafeGetTensorImpl());
+  sharded_params.remove(param_);
 }
 
 FSDPParam* FSDPParam::find(const at::Tensor& tensor) {
-  std::lock_guard lock(table_mutex);
-  const auto found = table.find(tensor.unsafeGetTensorImpl());
-  return found == table.end() ? nullptr : found->second;
+  return sharded_params.with(
+      tensor, [](FSDPParam* const* param) { return param ? *param : nullptr; });
 }
 
 // ------------------------------------------------------------ Faces

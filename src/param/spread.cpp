@@ -2,39 +2,34 @@
 
 #include <c10/util/Exception.h>
 
-#include <mutex>
-#include <unordered_map>
 #include <utility>
 
 #include "mesh/mesh_layout.h"
+#include "param/tensor_table.h"
 #include "tensor/shard_layout.h"
 
 namespace fsdp::detail {
 
 namespace {
 
-// Ranks may be threads, so one table for all of them.
-std::mutex table_mutex;
-std::unordered_map<const at::TensorImpl*, Spread*> table;
+TensorTable<Spread*> spreads;
 
 } // namespace
 
 Spread::Spread(at::Tensor param, std::string name, TensorSpec spec)
     : param_(std::move(param)), name_(std::move(name)), spec_(std::move(spec)) {
-  std::lock_guard lock(table_mutex);
-  const bool is_new = table.emplace(param_.unsafeGetTensorImpl(), this).second;
+  const bool is_new = spreads.add(param_, this);
   TORCH_INTERNAL_ASSERT(is_new, "parameter '", name_, "' is a piece already");
 }
 
 Spread::~Spread() {
-  std::lock_guard lock(table_mutex);
-  table.erase(param_.unsafeGetTensorImpl());
+  spreads.remove(param_);
 }
 
 std::shared_ptr<Spread> Spread::find(const at::Tensor& tensor) {
-  std::lock_guard lock(table_mutex);
-  const auto found = table.find(tensor.unsafeGetTensorImpl());
-  return found == table.end() ? nullptr : found->second->weak_from_this().lock();
+  return spreads.with(tensor, [](Spread* const* spread) {
+    return spread ? (*spread)->weak_from_this().lock() : nullptr;
+  });
 }
 
 std::vector<std::vector<int64_t>> Spread::piece_sizes() const {

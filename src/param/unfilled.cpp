@@ -3,10 +3,10 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <mutex>
-#include <unordered_map>
+#include <atomic>
 
 #include "param/fsdp_param.h"
+#include "param/tensor_table.h"
 
 namespace fsdp::detail {
 
@@ -15,14 +15,12 @@ namespace {
 constexpr int kBlank = 255;
 
 using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
-struct Entry {
-  WeakTensor tensor; // its address is not given to another one
+struct UnfilledTensor {
+  WeakTensor tensor; // keeps its address from being used again
   int64_t version;
 };
-// Ranks may be threads, so one table for all of them.
-std::mutex table_mutex;
-std::unordered_map<const at::TensorImpl*, Entry> table;
-size_t sweep_at = 1024;
+TensorTable<UnfilledTensor> unfilled_tensors;
+std::atomic<size_t> sweep_at = 1024; // entries
 
 /// What the tensor's memory holds; writes to it leave the version alone.
 at::Tensor bytes_of(const at::Tensor& tensor) {
@@ -50,29 +48,25 @@ void set_unfilled(const at::Tensor& tensor) {
     return;
   }
   bytes_of(tensor).fill_(kBlank);
-  const Entry entry{WeakTensor(tensor.getIntrusivePtr()), tensor._version()};
-  std::lock_guard lock(table_mutex);
-  if (table.size() >= sweep_at) {
-    std::erase_if(table, [](const auto& item) { return item.second.tensor.expired(); });
-    sweep_at = std::max(sweep_at, 2 * table.size());
+  if (unfilled_tensors.size() >= sweep_at) {
+    const auto left =
+        unfilled_tensors.sweep([](const auto& entry) { return entry.tensor.expired(); });
+    sweep_at = std::max<size_t>(sweep_at, 2 * left);
   }
-  table.insert_or_assign(tensor.unsafeGetTensorImpl(), entry);
+  unfilled_tensors.set(tensor, {WeakTensor(tensor.getIntrusivePtr()), tensor._version()});
 }
 
 bool is_unfilled(const at::Tensor& tensor) {
-  int64_t version = 0;
-  {
-    std::lock_guard lock(table_mutex);
-    const auto found = table.find(tensor.unsafeGetTensorImpl());
-    if (found == table.end()) {
-      return false;
-    }
-    version = found->second.version;
+  const auto version = unfilled_tensors.with(tensor, [](const UnfilledTensor* entry) {
+    return entry ? std::optional(entry->version) : std::nullopt;
+  });
+  if (!version) {
+    return false;
   }
   if (const auto* param = FSDPParam::find(tensor)) { // whose counter may be another one by now
     return is_blank(param->was_replaced() ? tensor.detach() : param->sharded());
   }
-  return tensor._version() == version && is_blank(tensor.detach());
+  return tensor._version() == *version && is_blank(tensor.detach());
 }
 
 } // namespace fsdp::detail

@@ -9,7 +9,7 @@ namespace fsdp::detail {
 
 namespace {
 
-constexpr auto kPatience = std::chrono::milliseconds(500);
+constexpr auto kAnswerWithin = std::chrono::milliseconds(500);
 
 struct Address {
   explicit Address(const std::string& endpoint) {
@@ -39,7 +39,7 @@ void Liveness::set_peers(std::vector<std::string> endpoints) {
     const Address peer(endpoint);
     begun.push_back(begin_connect(peer.host, peer.port));
   }
-  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  const auto deadline = std::chrono::steady_clock::now() + kAnswerWithin;
   for (const auto& connection : begun) {
     answered_.push_back(is_made(connection, deadline));
   }
@@ -67,7 +67,7 @@ bool Liveness::is_gone(int rank) {
   auto& connection = connections_.at(index);
   if (!is_connected(connection)) {
     const Address peer(endpoints_[index]);
-    connection = connect_to(peer.host, peer.port, kPatience);
+    connection = connect_to(peer.host, peer.port, kAnswerWithin);
   }
   return connection.get() < 0;
 }

@@ -24,7 +24,7 @@ Taken& taken() {
 }
 
 /// None where all are taken.
-OptionalStream take(c10::Device device) {
+OptionalStream take_stream(c10::Device device) {
   const c10::impl::VirtualGuardImpl guard(device.type());
   std::lock_guard lock(taken().mutex); // for all of the ring: so none that is free is missed
   for (int i = 0; i < kRing; ++i) {
@@ -47,7 +47,7 @@ void finish(const CommStreams& streams) {
   }
 }
 
-void give_back(const CommStreams& streams) {
+void give_back_streams(const CommStreams& streams) {
   std::lock_guard lock(taken().mutex);
   for (const auto& stream :
        {streams.copy_in, streams.all_gather, streams.reduce_scatter, streams.all_reduce}) {
@@ -67,17 +67,17 @@ std::shared_ptr<const CommStreams> comm_streams(c10::Device device) {
   thread_local std::unordered_map<c10::Device, std::shared_ptr<const CommStreams>> mine;
   auto& streams = mine[device];
   if (!streams) {
-    CommStreams all{take(device), take(device), take(device), take(device)};
+    CommStreams all{take_stream(device), take_stream(device), take_stream(device), take_stream(device)};
     if (!all.all_reduce) { // too many ranks: this one's communication waits in line with its
                            // compute
-      give_back(all);
+      give_back_streams(all);
       const auto current = optional_current_stream(device);
       return std::make_shared<const CommStreams>(CommStreams{current, current, current, current});
     }
     streams =
         std::shared_ptr<const CommStreams>(new CommStreams(all), [](const CommStreams* unused) {
           finish(*unused);
-          give_back(*unused);
+          give_back_streams(*unused);
           delete unused;
         });
   }

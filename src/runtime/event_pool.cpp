@@ -9,21 +9,21 @@ namespace fsdp::detail {
 
 namespace {
 
-struct Pool {
+struct EventPool {
   std::mutex mutex;
   std::unordered_map<c10::Device, std::vector<std::unique_ptr<c10::Event>>> unused;
 };
 
 /// Never destroyed: events may be dropped after every static object, and the
 /// device's driver too.
-Pool& pool() {
-  static auto* const made = new Pool;
+EventPool& event_pool() {
+  static auto* const made = new EventPool;
   return *made;
 }
 
-std::unique_ptr<c10::Event> take(c10::Device device) {
-  std::lock_guard lock(pool().mutex);
-  auto& unused = pool().unused[device];
+std::unique_ptr<c10::Event> take_event(c10::Device device) {
+  std::lock_guard lock(event_pool().mutex);
+  auto& unused = event_pool().unused[device];
   if (unused.empty()) {
     return nullptr;
   }
@@ -32,21 +32,21 @@ std::unique_ptr<c10::Event> take(c10::Device device) {
   return event;
 }
 
-void give_back(c10::Device device, std::unique_ptr<c10::Event> event) {
-  std::lock_guard lock(pool().mutex);
-  pool().unused[device].push_back(std::move(event));
+void give_back_event(c10::Device device, std::unique_ptr<c10::Event> event) {
+  std::lock_guard lock(event_pool().mutex);
+  event_pool().unused[device].push_back(std::move(event));
 }
 
 } // namespace
 
 std::shared_ptr<c10::Event> pooled_event(c10::Device device) {
-  auto event = take(device);
+  auto event = take_event(device);
   if (!event) {
     event = std::make_unique<c10::Event>(device.type());
     ++event_operations.made;
   }
   return {event.release(), [device](c10::Event* used) {
-            give_back(device, std::unique_ptr<c10::Event>(used));
+            give_back_event(device, std::unique_ptr<c10::Event>(used));
           }};
 }
 

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <mutex>
+#include <unordered_map>
+
+namespace fsdp::detail {
+
+/// What is known about some tensors, by the address of their TensorImpl. Ranks may be
+/// threads, so a lock guards it and one table serves all ranks.
+template <class Value>
+class TensorTable {
+ public:
+  /// False if the tensor has an entry already.
+  bool add(const at::Tensor& tensor, Value value) {
+    std::lock_guard lock(mutex_);
+    return values_.emplace(tensor.unsafeGetTensorImpl(), std::move(value)).second;
+  }
+  void set(const at::Tensor& tensor, Value value) {
+    std::lock_guard lock(mutex_);
+    values_.insert_or_assign(tensor.unsafeGetTensorImpl(), std::move(value));
+  }
+  void remove(const at::Tensor& tensor) {
+    std::lock_guard lock(mutex_);
+    values_.erase(tensor.unsafeGetTensorImpl());
+  }
+  /// Calls `use` with a pointer to the tensor's entry, or with null, and returns its
+  /// result. No other thread changes the table meanwhile.
+  template <class Use>
+  auto with(const at::Tensor& tensor, const Use& use) const {
+    std::lock_guard lock(mutex_);
+    const auto found = values_.find(tensor.unsafeGetTensorImpl());
+    return use(found == values_.end() ? nullptr : &found->second);
+  }
+  /// Removes the entries for which `is_dead` holds; returns how many are left.
+  template <class IsDead>
+  size_t sweep(const IsDead& is_dead) {
+    std::lock_guard lock(mutex_);
+    std::erase_if(values_, [&](const auto& item) { return is_dead(item.second); });
+    return values_.size();
+  }
+  size_t size() const {
+    std::lock_guard lock(mutex_);
+    return values_.size();
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_map<const at::TensorImpl*, Value> values_;
+};
+
+} // namespace fsdp::detail
