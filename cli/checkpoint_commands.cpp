@@ -27,10 +27,6 @@ constexpr const char* kPathHelp =
     "A checkpoint, a series of them (then its latest), a Hugging Face folder or a "
     "safetensors file";
 
-std::string plural(int64_t count, const std::string& what) {
-  return c10::str(count, " ", what, count == 1 ? "" : "s");
-}
-
 std::string hex(uint32_t number) {
   char text[9];
   std::snprintf(text, sizeof(text), "%08x", number);

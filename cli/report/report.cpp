@@ -31,7 +31,7 @@ namespace fsdp::cli {
 
 namespace {
 
-using Json = nlohmann::json;
+using Json = nlohmann::ordered_json;
 namespace fs = std::filesystem;
 
 constexpr size_t kMostSteps = 20'000; // of the page; of more, every second, third, ...

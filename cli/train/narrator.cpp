@@ -36,10 +36,6 @@ Json traffic_json(const Plan& plan) {
 
 } // namespace
 
-std::string plural(int64_t count, const std::string& noun) {
-  return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
-}
-
 Narrator::Narrator(const TrainOptions& options, bool speaks) : options_(options), speaks_(speaks) {}
 
 void Narrator::print(const Json& json) {

@@ -69,6 +69,4 @@ class Narrator {
   std::optional<Progress> progress_;
 };
 
-std::string plural(int64_t count, const std::string& noun);
-
 } // namespace fsdp::cli

@@ -148,6 +148,10 @@ std::string binary_size(int64_t bytes) {
   return scaled(static_cast<double>(bytes), 1024, {" B", " KiB", " MiB", " GiB", " TiB"});
 }
 
+std::string plural(int64_t count, const std::string& noun) {
+  return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
+}
+
 std::string decimal_count(int64_t count, const std::string& unit) {
   return scaled(
       static_cast<double>(count), 1000,

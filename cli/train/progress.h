@@ -71,6 +71,8 @@ class Progress {
 /// "1.50 MiB", "12.3 MB": three digits and a unit of 1024 or 1000.
 std::string binary_size(int64_t bytes);
 std::string decimal_count(int64_t count, const std::string& unit);
+/// "1 rank", "2 ranks".
+std::string plural(int64_t count, const std::string& noun);
 /// Fixed-point text.
 std::string fixed(double value, int digits);
 /// Without bytes that would do something to a terminal.
