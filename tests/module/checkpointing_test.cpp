@@ -163,7 +163,7 @@ FSDP_MODULE(Careless);
 TEST(Checkpoint, AStopPassesWhatHandlesErrorsAndSparesWhatIsNoexcept) {
   const auto x = leaf({4});
   Careless careless;
-  const auto swallows = [&careless](const Tensor& t) {
+  const auto swallows = [](const Tensor& t) {
     Tensor inner;
     try {
       try {

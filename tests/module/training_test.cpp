@@ -320,7 +320,7 @@ TEST(Training, WhatParametersShowAfterForwardAndBackward) {
       auto net = seeded<MLP>(3);
       auto reference = seeded<MLP>(3);
       auto root = fully_shard(net, {.reshard_after_forward = reshard});
-      const auto expect = [&, kept = kept](bool whole) {
+      const auto expect = [&](bool whole) {
         const auto full = reference->named_parameters();
         for (const auto& item : net->named_parameters()) {
           EXPECT_EQ(is_whole(item.value()), whole) << item.key();
