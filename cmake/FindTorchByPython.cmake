@@ -13,3 +13,12 @@ if(FSDP_PYTHON)
 endif()
 find_package(Torch REQUIRED)
 message(STATUS "Torch ${Torch_VERSION}")
+
+# Built binaries are laid out as installed ones are, so both find the library and torch in the
+# same way. An installation that moves torch sets its own RPATH or LD_LIBRARY_PATH.
+get_filename_component(torch_lib_dir ${TORCH_LIBRARY} DIRECTORY)
+set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
+set(CMAKE_INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}" ${torch_lib_dir})
+if(TORCH_CUDA_LIBRARIES) # which lie elsewhere
+  set(CMAKE_INSTALL_RPATH_USE_LINK_PATH ON)
+endif()

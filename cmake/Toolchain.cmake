@@ -6,19 +6,21 @@ set(CMAKE_CXX_EXTENSIONS OFF)
 set(CMAKE_CXX_VISIBILITY_PRESET hidden)
 set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
 set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/bin)
-set(CMAKE_LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/lib)
+set(CMAKE_LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/${CMAKE_INSTALL_LIBDIR})
 set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
 if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE Release)
 endif()
 
-find_program(FSDP_CCACHE ccache)
-if(FSDP_CCACHE)
-  # The sloppiness lets ccache work together with the precompiled header; by the
-  # compiler's own list of dependencies it need not preprocess everything once more.
-  set(CMAKE_CXX_COMPILER_LAUNCHER
-      ${CMAKE_COMMAND} -E env CCACHE_DEPEND=1 CCACHE_SLOPPINESS=pch_defines,time_macros ${FSDP_CCACHE})
-endif()
+# The quickest linker that is there; the default one takes seconds per test binary.
+include(CheckLinkerFlag)
+foreach(linker lld mold)
+  check_linker_flag(CXX -fuse-ld=${linker} FSDP_HAVE_${linker})
+  if(FSDP_HAVE_${linker})
+    add_link_options(-fuse-ld=${linker})
+    break()
+  endif()
+endforeach()
 
 add_library(fsdp_build_flags INTERFACE)
 target_compile_options(

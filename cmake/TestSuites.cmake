@@ -1,0 +1,23 @@
+# Run by ctest, so that a new suite is found without configuring again.
+
+# fsdp_add_suites(ROOM binary LABELS... TIMEOUT seconds SOURCES...): a test of ctest for every
+# suite that the sources define. Starting a process that loads LibTorch takes longer than most
+# cases, so the cases of a suite share one.
+function(fsdp_add_suites room binary)
+  cmake_parse_arguments(arg "" "TIMEOUT" "LABELS;SOURCES" ${ARGN})
+  set(suites)
+  foreach(source IN LISTS arg_SOURCES)
+    file(READ ${source} text)
+    string(REGEX MATCHALL "\n(TYPED_)?TEST(_F|_P)?\\([ \n]*[A-Za-z0-9_]+" found "${text}")
+    list(TRANSFORM found REPLACE "^[^(]*\\([ \n]*" "")
+    list(APPEND suites ${found})
+  endforeach()
+  list(REMOVE_DUPLICATES suites)
+  foreach(suite IN LISTS suites)
+    add_test(${room}.${suite} ${binary} "--gtest_filter=${suite}.*:*/${suite}.*:${suite}/*.*")
+    set_tests_properties(
+      ${room}.${suite} PROPERTIES LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT}
+                                  ENVIRONMENT OMP_NUM_THREADS=1 # ranks are threads already
+                                  FAIL_REGULAR_EXPRESSION "0 tests from 0 test suites ran")
+  endforeach()
+endfunction()
