@@ -8,8 +8,9 @@ import tempfile
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TOOLS = "bash sh echo dirname basename readlink sed xargs cut cat cmp mkdir flock grep sort head env tail".split()
-ALL_HEADERS_MISSING = "printf 'libgtest-dev\\nlibcli11-dev\\nnlohmann-json3-dev\\n'"
+TOOLS = """bash sh echo dirname basename readlink sed xargs cut cat cmp mkdir flock grep sort head env tail df rm
+cp nproc true""".split()
+ALL_HEADERS = ("libgtest-dev", "libcli11-dev", "nlohmann-json3-dev")
 
 
 class FrontDoor(unittest.TestCase):
@@ -33,10 +34,28 @@ class FrontDoor(unittest.TestCase):
         path.write_text(f'#!/bin/sh\necho "{name} $*" >> "{self.log}"\n{body}\n')
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
-    def run_script(self, *words):
+    def fake_compiler(self, name="g++", version=12, misses=()):
+        """One that does not find the headers of the packages `misses`."""
+        words = f"clang version {version}" if "clang" in name else f"g++ {version}"
+        headers = "".join(f"{package}\\n" for package in misses)
+        self.fake(name, f'case $1 in -E) printf "{headers}";; --version) echo {words};; *) echo {version};; esac')
+
+    def fake_setup(self, compiler="g++"):
+        """Everything is installed and configured, and there is nothing to build."""
+        self.fake("ninja", "echo ninja: no work to do.")
+        venv = self.tree / ".venv"
+        (venv / "bin").mkdir(parents=True)
+        shutil.copy(self.tree / "requirements.txt", venv / ".fsdp-ready")
+        build = self.tree / "build" / "dev"
+        (build / "bin").mkdir(parents=True)
+        (build / "build.ninja").touch()
+        (build / ".fsdp-configured").write_text(f"{venv}/bin/python\n{compiler}\n")
+        return build
+
+    def run_script(self, *words, **env):
         return subprocess.run(
             [self.tree / "fsdp", *words],
-            env={"PATH": str(self.bin), "HOME": self.folder.name},
+            env={"PATH": str(self.bin), "HOME": self.folder.name, **env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -48,53 +67,118 @@ class FrontDoor(unittest.TestCase):
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         return [line for line in lines if line.startswith(name + " ")]
 
+    def refused(self, *parts, words=("build",), **env):
+        """Runs the script, which must stop with a sentence that has these parts; returns it."""
+        result = self.run_script(*words, **env)
+        self.assertEqual(result.returncode, 1, result.stdout)
+        for part in parts:
+            self.assertIn(part, result.stdout)
+        return result.stdout
+
+    # --- what is missing
+
     def test_without_root_it_lists_exactly_what_is_missing(self):
         self.fake("id", "echo 1000")
         self.fake("apt-get", "exit 0")
-        result = self.run_script("build")
-        self.assertEqual(result.returncode, 1, result.stdout)
-        for part in ("not root", "python3 (3.10", "python3-venv", "g++ 11", "GoogleTest", "CLI11", "nlohmann"):
-            self.assertIn(part, result.stdout)
+        self.refused("not root", "python3 (3.10", "python3-venv", "clang 19 or g++ 12", "GoogleTest", "CLI11", "nlohmann")
         self.assertEqual(self.calls("apt-get"), [])
 
     def test_on_another_distribution_too(self):
         self.fake("id", "echo 0")
-        self.fake("g++", ALL_HEADERS_MISSING)
+        self.fake_compiler(misses=ALL_HEADERS)
         self.fake("python3", "exit 0")
-        result = self.run_script("build")
-        self.assertEqual(result.returncode, 1, result.stdout)
-        self.assertIn("no apt-get", result.stdout)
-        self.assertIn("GoogleTest", result.stdout)
-        self.assertNotIn("C++20 compiler", result.stdout)  # that one is there
+        printed = self.refused("no apt-get", "GoogleTest")
+        self.assertNotIn("C++20 compiler", printed)  # that one is there
 
     def test_as_root_it_installs_what_is_missing(self):
         self.fake("id", "echo 0")
         self.fake("python3", "exit 0")
-        self.fake("g++", ALL_HEADERS_MISSING)
+        self.fake_compiler("clang++-19", 19, misses=ALL_HEADERS)
         self.fake("apt-get", '[ "$1" = update ]')  # the installation itself fails
-        result = self.run_script("build")
-        self.assertEqual(result.returncode, 1, result.stdout)
-        self.assertIn("could not install", result.stdout)
+        self.refused("could not install")
         update, install = self.calls("apt-get")
         self.assertIn("update", update)
-        for package in ("libgtest-dev", "libcli11-dev", "nlohmann-json3-dev"):
+        for package in ALL_HEADERS:
             self.assertIn(package, install)
-        self.assertNotIn("g++", install)
+        self.assertNotIn("clang", install)
 
     def test_with_sudo_where_not_root(self):
         self.fake("id", "echo 1000")
         self.fake("python3", "exit 0")
-        self.fake("g++", ALL_HEADERS_MISSING)
+        self.fake_compiler(misses=ALL_HEADERS)
         self.fake("apt-get", "exit 1")
         self.fake("sudo", '[ "$1" = -n ] && exit 0; exec "$@"')
-        result = self.run_script("build")
-        self.assertEqual(result.returncode, 1, result.stdout)
+        self.refused("Is there a network", "libgtest-dev")
         self.assertEqual(self.calls("apt-get"), ["apt-get update -qq"])
-        self.assertIn("is there a network", result.stdout)
+
+    # --- the compiler
+
+    def test_the_quicker_compiler_is_taken(self):
+        self.fake("python3", "exit 1")
+        self.fake("id", "echo 0")
+        self.fake("apt-get", "exit 0")
+        self.fake_compiler("g++", 12)
+        self.fake_compiler("clang++-19", 19)
+        self.run_script("build")
+        self.assertTrue(any("-E" in call for call in self.calls("clang++-19")))
+        self.assertFalse(any("-E" in call for call in self.calls("g++")))
+
+    def test_the_quicker_compiler_is_installed_where_that_is_allowed(self):
+        self.fake("id", "echo 0")
+        self.fake("python3", "exit 0")
+        self.fake("apt-cache", "exit 0")
+        self.fake("apt-get", "exit 0")
+        self.fake_compiler()
+        self.run_script("build")
+        self.assertIn("clang-19 lld-19", self.calls("apt-get")[-1])
+
+    def test_without_a_network_the_other_compiler_will_do(self):
+        self.fake("id", "echo 0")
+        self.fake("python3", '[ "$2" != venv ]')  # goes no further than this
+        self.fake("apt-get", "exit 1")
+        self.fake_compiler()
+        self.refused("making .venv failed")
+
+    def test_a_configured_folder_keeps_its_compiler(self):
+        build = self.fake_setup("g++")
+        self.fake_compiler("g++", 12)
+        self.fake_compiler("clang++-19", 19)
+        (build / "bin" / "fsdp").write_text("#!/bin/sh\n")
+        (build / "bin" / "fsdp").chmod(0o755)
+        result = self.run_script("doctor")
+        self.assertEqual((result.returncode, result.stdout), (0, ""))
+        self.assertFalse(any("-E" in call for call in self.calls("clang++-19")))
+
+    def test_an_old_or_missing_compiler_is_refused(self):
+        self.fake("id", "echo 0")
+        self.fake("python3", "exit 0")
+        self.fake_compiler("old-g++", 9)
+        self.refused("old-g++ is version 9", "g++ 12 or clang 19", CXX="old-g++")
+        self.fake_compiler("old-clang++", 14)
+        self.refused("old-clang++ is version 14", CXX="old-clang++")
+        self.refused("there is no compiler 'none'", CXX="none")
+
+    # --- installing
+
+    def test_without_space_nothing_is_installed(self):
+        self.fake_compiler("clang++-19", 19)
+        self.fake("python3", "exit 0")
+        (self.bin / "df").unlink()
+        self.fake("df", "echo Avail; echo 500000")
+        self.refused("takes about 3 GiB", "488 MiB left")
+        self.assertFalse((self.tree / ".venv").exists())
+
+    def test_a_failed_installation_leaves_no_half_of_one(self):
+        self.fake_compiler("clang++-19", 19)
+        # A venv whose pip fails, and has written something before.
+        make = 'mkdir -p "$4/bin"; printf "#!/bin/sh\\n[ \\$3 = --version ]\\n" > "$4/bin/python"; chmod +x "$4/bin/python"'
+        (self.bin / "chmod").symlink_to(shutil.which("chmod"))
+        self.fake("python3", f'[ "$2" = venv ] || exit 0; {make}')
+        self.refused("pip could not install", "is there a network")
+        self.assertFalse((self.tree / ".venv").exists())
 
     def test_a_venv_that_was_cut_off_is_made_anew(self):
-        self.fake("id", "echo 0")
-        self.fake("g++", '[ "$1" = -E ] || echo 12')
+        self.fake_compiler("clang++-19", 19)
         self.fake("python3", "exit 0")
         (self.tree / ".venv" / "bin").mkdir(parents=True)
         half = self.tree / ".venv" / "bin" / "python"
@@ -103,24 +187,15 @@ class FrontDoor(unittest.TestCase):
         self.run_script("build")
         self.assertTrue(any("-m venv --clear" in call for call in self.calls("python3")))
 
-    def test_an_old_compiler_is_refused(self):
-        self.fake("id", "echo 0")
-        self.fake("python3", "exit 0")
-        self.fake("g++", '[ "$1" = -E ] || echo 9')
-        result = self.run_script("build")
-        self.assertIn("needs g++ 11", result.stdout)
+    def test_a_folder_that_cannot_be_written_is_refused(self):
+        (self.tree / "build").touch()  # root may write everywhere, but not into a file
+        self.refused("cannot be written to", "a tree")
+
+    # --- jobs
 
     def test_the_tool_learns_how_it_was_started(self):
-        self.fake("g++", '[ "$1" = -E ] || echo 12')
-        self.fake("ninja", "echo ninja: no work to do.")
-        venv = self.tree / ".venv"
-        (venv / "bin").mkdir(parents=True)
-        shutil.copy(self.tree / "requirements.txt", venv / ".fsdp-ready")
-        build = self.tree / "build" / "dev"
-        (build / "bin").mkdir(parents=True)
-        (build / "build.ninja").touch()
-        (build / ".fsdp-configured").write_text(f"{venv}/bin/python g++\n")
-        tool = build / "bin" / "fsdp"
+        self.fake_compiler()
+        tool = self.fake_setup() / "bin" / "fsdp"
         tool.write_text('#!/bin/sh\necho "$FSDP_COMMAND $*"\n')
         tool.chmod(0o755)
         result = self.run_script("train", "--steps", "3")

@@ -1,0 +1,80 @@
+"""What scripts/progress.py makes of the output of ninja and ctest."""
+
+import io
+import pathlib
+import subprocess
+import sys
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import progress  # noqa: E402
+
+BUILD = """[1/3] Building CXX object a.cpp.o
+[2/3] Building CXX object b.cpp.o
+FAILED: [code=1] b.cpp.o
+c++ -c b.cpp
+b.cpp:1: error: no
+
+  and a line after an empty one
+ninja: build stopped: subcommand failed.
+"""
+TESTS = """Test project build/dev
+      Start  1: Mesh.Shape
+ 1/3 Test  #1: Mesh.Shape ...........   Passed    0.31 sec
+      Start  2: Gpu.Streams
+ 2/3 Test  #2: Gpu.Streams ..........***Skipped   0.02 sec
+      Start  3: Mesh.Slices
+ 3/3 Test  #3: Mesh.Slices ..........***Failed    1.50 sec
+mesh_test.cpp:7: Failure
+
+67% tests passed, 1 tests failed out of 3
+
+Total Test time (real) =   1.90 sec
+"""
+
+
+def watched(text, is_terminal=False, total_cost=0):
+    out = io.StringIO()
+    progress.watch(io.StringIO(text), out, is_terminal, total_cost)
+    return out.getvalue()
+
+
+class Progress(unittest.TestCase):
+    def test_a_failed_command_is_shown_whole_and_the_others_are_not(self):
+        self.assertEqual(watched(BUILD), BUILD[BUILD.index("FAILED") :])
+
+    def test_a_terminal_sees_one_line(self):
+        shown = watched(BUILD[: BUILD.index("FAILED")], is_terminal=True)
+        self.assertNotIn("\n", shown)
+        self.assertIn("\r\033[K2 of 3 done in 0:00: b.cpp.o", shown)
+        self.assertTrue(shown.endswith("\r\033[K"), "the line is gone at the end")
+
+    def test_failed_tests_are_shown_and_the_slowest_before_the_summary(self):
+        self.assertEqual(
+            watched(TESTS),
+            " 3/3 Test  #3: Mesh.Slices ..........***Failed    1.50 sec\n"
+            "mesh_test.cpp:7: Failure\n\n"
+            "The slowest:\n     1.5 s  Mesh.Slices\n     0.3 s  Mesh.Shape\n     0.0 s  Gpu.Streams\n\n"
+            "67% tests passed, 1 tests failed out of 3\n\nTotal Test time (real) =   1.90 sec\n",
+        )
+
+    def test_time_goes_on_while_nothing_ends(self):
+        out = io.StringIO()
+        progress.watch(["[1/3] Building a.o\n", None, None], out, True)
+        self.assertEqual(out.getvalue().count("1 of 3 done"), 3)
+
+    def test_the_time_left_counts_a_unit_for_more_than_a_link(self):
+        unit, link = "Building CXX object Unity/unity_mesh.o", "Linking CXX executable a"
+        self.assertGreater(progress.cost(unit), 10 * progress.cost(link))
+
+    def test_it_exits_as_the_command_does(self):
+        for code in (0, 3):
+            command = [sys.executable, ROOT / "scripts/progress.py", "sh", "-c", f"echo said; exit {code}"]
+            result = subprocess.run(command, capture_output=True, text=True)
+            self.assertEqual((result.returncode, result.stdout), (code, "said\n"))
+
+
+if __name__ == "__main__":
+    unittest.main()
