@@ -1,23 +1,25 @@
 # Run by ctest, so that a new suite is found without configuring again.
 
-# fsdp_add_suites(ROOM binary LABELS... TIMEOUT seconds SOURCES...): a test of ctest for every
+# fsdp_add_suites(ROOM binary LABELS... TIMEOUT seconds COST number SOURCES...): a test of ctest for every
 # suite that the sources define. Starting a process that loads LibTorch takes longer than most
-# cases, so the cases of a suite share one.
+# cases, so the cases of a suite share one. It has one OpenMP thread, because ranks are threads
+# already, and no GPU: the tests that want one are whole binaries.
 function(fsdp_add_suites room binary)
-  cmake_parse_arguments(arg "" "TIMEOUT" "LABELS;SOURCES" ${ARGN})
+  cmake_parse_arguments(arg "" "TIMEOUT;COST" "LABELS;SOURCES" ${ARGN})
   set(suites)
   foreach(source IN LISTS arg_SOURCES)
     file(READ ${source} text)
-    string(REGEX MATCHALL "\n(TYPED_)?TEST(_F|_P)?\\([ \n]*[A-Za-z0-9_]+" found "${text}")
+    string(REGEX MATCHALL "\n *(TYPED_)?TEST(_F|_P)? *\\([ \n]*[A-Za-z0-9_]+" found "\n${text}")
     list(TRANSFORM found REPLACE "^[^(]*\\([ \n]*" "")
     list(APPEND suites ${found})
   endforeach()
   list(REMOVE_DUPLICATES suites)
   foreach(suite IN LISTS suites)
-    add_test(${room}.${suite} ${binary} "--gtest_filter=${suite}.*:*/${suite}.*:${suite}/*.*")
+    add_test(${room}.${suite} ${binary}
+             "--gtest_filter=${suite}.*:*/${suite}.*:${suite}/*.*:*/${suite}/*.*")
     set_tests_properties(
-      ${room}.${suite} PROPERTIES LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT}
-                                  ENVIRONMENT OMP_NUM_THREADS=1 # ranks are threads already
+      ${room}.${suite} PROPERTIES LABELS "${arg_LABELS}" TIMEOUT ${arg_TIMEOUT} COST ${arg_COST}
+                                  ENVIRONMENT "OMP_NUM_THREADS=1;CUDA_VISIBLE_DEVICES="
                                   FAIL_REGULAR_EXPRESSION "0 tests from 0 test suites ran")
   endforeach()
 endfunction()

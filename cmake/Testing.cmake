@@ -1,5 +1,5 @@
-# fsdp_add_test(NAME LABELS... [TIMEOUT seconds] SOURCES... [OBJECTS...]): one GoogleTest binary.
-# Every suite has a time limit and labels:
+# fsdp_add_test(NAME LABELS... [TIMEOUT seconds] [COST number] SOURCES... [OBJECTS...]): one
+# GoogleTest binary. Suites of a higher cost start earlier. Every suite has a time limit and labels:
 #   unit     no ranks            ranks    ranks as threads
 #   process  ranks as processes  parity   against Python's torch
 #   package  the installed package        cli  the command line tool
@@ -28,9 +28,12 @@ file(WRITE ${suites_file} "include(\"${PROJECT_SOURCE_DIR}/cmake/TestSuites.cmak
 set_property(DIRECTORY APPEND PROPERTY TEST_INCLUDE_FILES ${suites_file})
 
 function(fsdp_add_test name)
-  cmake_parse_arguments(arg "" "TIMEOUT" "LABELS;SOURCES;OBJECTS" ${ARGN})
+  cmake_parse_arguments(arg "" "TIMEOUT;COST" "LABELS;SOURCES;OBJECTS" ${ARGN})
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT 300)
+  endif()
+  if(NOT arg_COST)
+    set(arg_COST 0)
   endif()
   add_executable(${name} ${arg_SOURCES} ${arg_OBJECTS})
   fsdp_link_test(${name})
@@ -39,7 +42,7 @@ function(fsdp_add_test name)
   list(JOIN arg_SOURCES " " sources)
   file(APPEND ${suites_file}
        "fsdp_add_suites(${room} \"${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/${name}\" "
-       "LABELS ${arg_LABELS} TIMEOUT ${arg_TIMEOUT} SOURCES ${sources})\n")
+       "LABELS ${arg_LABELS} TIMEOUT ${arg_TIMEOUT} COST ${arg_COST} SOURCES ${sources})\n")
 endfunction()
 
 # A whole binary is one test on a GPU, and has it for itself: to open the device takes longer

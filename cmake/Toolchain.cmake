@@ -29,9 +29,12 @@ target_compile_options(
             # One -fPIC for all: GCC drops a precompiled header made with other flags.
             -fPIC
             $<$<BOOL:${FSDP_WERROR}>:-Werror>
+            # GCC takes the files of a unit for headers, where such a field would be a mistake.
+            $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>
             $<$<CXX_COMPILER_ID:GNU>:-Winvalid-pch -Werror=invalid-pch -fpch-preprocess>)
 if(FSDP_SANITIZE)
   target_compile_options(
     fsdp_build_flags INTERFACE -fsanitize=${FSDP_SANITIZE} -fno-omit-frame-pointer)
+  target_compile_definitions(fsdp_build_flags INTERFACE FSDP_SANITIZED)
   target_link_options(fsdp_build_flags INTERFACE -fsanitize=${FSDP_SANITIZE})
 endif()

@@ -18,7 +18,7 @@ import time
 NINJA = re.compile(r"^\[(?P<done>\d+)/(?P<total>\d+)\] (?P<what>.*)")
 # "  7/90 Test  #3: Mesh.Shape ....   Passed    0.31 sec"
 CTEST = re.compile(
-    r"^ *(?P<done>\d+)/(?P<total>\d+) Test +#\d+: (?P<what>\S+) \.*(?P<result>.*?) +(?P<seconds>[\d.]+) sec"
+    r"^ *(?P<done>\d+)/(?P<total>\d+) Test +#\d+: (?P<what>.+?) \.*(?P<result>   Passed|\*\*\*.+?) +(?P<seconds>[\d.]+) sec"
 )
 CTEST_NOISE = re.compile(r"^(Test project |Internal ctest| +Start +\d+: )")
 CTEST_SUMMARY = re.compile(r"^\d+% tests passed")
@@ -42,41 +42,44 @@ def clock(seconds):
 class Line:
     """The line of progress."""
 
-    def __init__(self, out, is_terminal, total_cost):
+    def __init__(self, out, is_terminal, costs):
         self.out = out
         self.is_terminal = is_terminal
-        self.total_cost = total_cost  # of all steps; 0: each is taken to last as long
-        self.done = self.total = self.done_cost = 0
-        self.what = ""
+        self.costs = costs  # of all steps, where they are known before
+        self.done, self.total, self.what = 0, len(costs), ""
+        self.done_cost = 0
         self.began = self.printed = time.monotonic()
         self.on_screen = False
 
     def advance(self, done, total, what):
         self.done, self.total, self.what = done, total, what
-        self.done_cost += cost(what)
+        self.done_cost += cost(what) if done else 0
         self.show()
 
     def show(self):
         """Also to be called while nothing ends: time goes on."""
-        done, total, what = self.done, self.total, self.what
         now = time.monotonic()
-        too_soon = not self.is_terminal and now - self.printed < SECONDS_BETWEEN_LINES
-        if too_soon or not total:
+        if not self.is_terminal and now - self.printed < SECONDS_BETWEEN_LINES:
             return
         self.printed = now
-        spent = now - self.began
-        text = f"{done} of {total} done in {clock(spent)}"
-        if spent > SECONDS_BEFORE_A_GUESS and done:
-            share = self.done_cost / self.total_cost if self.total_cost else done / total
-            text += f", about {clock(spent / share - spent)} left"
+        text = self.text(now - self.began)
         if self.is_terminal:
-            name = os.path.basename(what.split()[-1]) if what.strip() else ""
+            name = os.path.basename(self.what.split()[-1]) if self.what.strip() else ""
             width = shutil.get_terminal_size().columns - 1
-            self.out.write(f"\r\033[K{f'{text}: {name}'[:width]}")
+            self.out.write(f"\r\033[K{(text + (name and ': ' + name))[:width]}")
             self.on_screen = True
         else:
             self.out.write(text + "\n")
         self.out.flush()
+
+    def text(self, spent):
+        text = f"{self.done} of {self.total or '?'} done in {clock(spent)}"
+        if spent < SECONDS_BEFORE_A_GUESS or not self.done:
+            return text
+        # Where the plan has changed since, each step is taken to last as long.
+        is_planned = len(self.costs) == self.total
+        share = self.done_cost / sum(self.costs) if is_planned else self.done / self.total
+        return f"{text}, about {clock(max(0, spent / share - spent))} left"
 
     def clear(self):
         if self.on_screen:
@@ -84,23 +87,34 @@ class Line:
             self.on_screen = False
 
 
-def watch(lines, out, is_terminal, total_cost=0):
-    """Copies `lines` to `out`, with those that tell progress made into one. A None among them
-    says that a second has passed."""
-    line = Line(out, is_terminal, total_cost)
-    times = []  # of tests
+def watch_build(lines, out, line):
+    """Copies `lines` to `out`, but makes those that tell progress into one. A None among them says
+    that a second has passed."""
+    for text in lines:
+        found = text is not None and NINJA.match(text)
+        if text is None:
+            line.show()
+        elif found:
+            line.advance(int(found["done"]), int(found["total"]), found["what"])
+        else:
+            line.clear()
+            out.write(text + "\n")
+            out.flush()
+    line.clear()
+
+
+def watch_tests(lines, out, line):
+    """The same for ctest's lines; the slowest tests come before its summary."""
+    times = []
     for text in lines:
         if text is None:
             line.show()
             continue
-        text = text.rstrip("\n")
-        found = NINJA.match(text) or CTEST.match(text)
+        found = CTEST.match(text)
         if found:
-            values = found.groupdict()
-            if "seconds" in values:
-                times.append((float(values["seconds"]), values["what"]))
-            if values.get("result", "Passed").strip() in GOOD_RESULTS:
-                line.advance(int(values["done"]), int(values["total"]), values["what"])
+            times.append((float(found["seconds"]), found["what"]))
+            if found["result"].strip() in GOOD_RESULTS:
+                line.advance(int(found["done"]), int(found["total"]), found["what"])
                 continue
         if CTEST_NOISE.match(text):
             continue
@@ -113,14 +127,6 @@ def watch(lines, out, is_terminal, total_cost=0):
         out.write(text + "\n")
         out.flush()
     line.clear()
-
-
-def planned_cost(command):
-    """Of all that ninja is going to do; 0 where the command is not ninja."""
-    if os.path.basename(command[0]) != "ninja":
-        return 0
-    plan = subprocess.run([*command, "-n"], capture_output=True, text=True).stdout
-    return sum(cost(found["what"]) for found in map(NINJA.match, plan.splitlines()) if found)
 
 
 def lines_and_seconds(stream):
@@ -141,12 +147,23 @@ def lines_and_seconds(stream):
             continue
         if not line:
             return
-        yield line
+        yield line.rstrip("\n")
+
+
+def planned_costs(command):
+    """Of the steps that ninja is going to take."""
+    plan = subprocess.run([*command, "-n"], capture_output=True, text=True, errors="replace").stdout
+    return [cost(found["what"]) for found in map(NINJA.match, plan.splitlines()) if found]
 
 
 def main(command):
-    total_cost = planned_cost(command)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command hears it too, and ends
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    sys.stdout.reconfigure(errors="replace")
+    os.environ["NINJA_STATUS"] = "[%f/%t] "
+    is_build = os.path.basename(command[0]) == "ninja"
+    line = Line(sys.stdout, sys.stdout.isatty(), planned_costs(command) if is_build else [])
     child = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -155,8 +172,14 @@ def main(command):
         errors="replace",
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    watch(lines_and_seconds(child.stdout), sys.stdout, sys.stdout.isatty(), total_cost)
-    code = child.wait()
+    try:
+        (watch_build if is_build else watch_tests)(lines_and_seconds(child.stdout), sys.stdout, line)
+        code = child.wait()
+    except BrokenPipeError:  # whoever read this is gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 128 + signal.SIGPIPE
+    finally:
+        child.terminate()
     sys.exit(code if code >= 0 else 128 - code)
 
 

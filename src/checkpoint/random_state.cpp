@@ -1,7 +1,6 @@
 #include <fsdp/random_state.h>
 
 #include <ATen/ATen.h>
-#include <ATen/DeviceAccelerator.h>
 #include <fsdp/distributed.h>
 
 #include <mutex>
@@ -21,8 +20,7 @@ std::vector<std::pair<std::string, at::Generator>> generators() {
         at::globalContext().defaultGenerator(detail::current_device(type)));
   };
   add(at::kCPU);
-  if (const auto type = at::getAccelerator();
-      type && c10::impl::VirtualGuardImpl(*type).deviceCount() > 0) {
+  if (const auto type = detail::accelerator_type()) {
     add(*type);
   }
   return found;

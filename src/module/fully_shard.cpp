@@ -1,4 +1,3 @@
-#include <ATen/DeviceAccelerator.h>
 #include <fsdp/distributed.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/param.h>
@@ -142,8 +141,7 @@ std::vector<Candidate> unmanaged_params(
 
 /// Where a model that is nowhere yet will most likely be.
 c10::DeviceType default_device_type() {
-  const auto accelerator = at::getAccelerator();
-  return accelerator && at::accelerator::deviceCount() > 0 ? *accelerator : c10::kCPU;
+  return detail::accelerator_type().value_or(c10::kCPU);
 }
 
 DeviceMesh mesh_of(const FullyShardOptions& options, const std::vector<Candidate>& params) {

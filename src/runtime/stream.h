@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/DeviceAccelerator.h>
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
@@ -18,6 +19,12 @@ namespace fsdp::detail {
 /// is done when the call returns, and there is nothing to order.
 inline bool has_streams(c10::Device device) {
   return !device.is_cpu() && !device.is_meta();
+}
+
+/// The type of this machine's accelerator; none if torch was built for one that is not here.
+inline std::optional<c10::DeviceType> accelerator_type() {
+  const auto type = at::getAccelerator();
+  return type && c10::impl::VirtualGuardImpl(*type).deviceCount() > 0 ? type : std::nullopt;
 }
 
 /// The calling thread's current device of a type.

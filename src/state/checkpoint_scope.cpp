@@ -1,7 +1,6 @@
 #include <fsdp/checkpoint_scope.h>
 
 #include <ATen/Context.h>
-#include <ATen/DeviceAccelerator.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -59,7 +58,7 @@ std::vector<c10::Device> accelerators(const std::vector<at::Tensor>& tensors) {
       add(tensor.device());
     }
   }
-  if (const auto type = at::getAccelerator()) {
+  if (const auto type = accelerator_type()) {
     const auto device = current_device(*type);
     if (at::globalContext().getAcceleratorHooksInterface(type).hasPrimaryContext(device.index())) {
       add(device);

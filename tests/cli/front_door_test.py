@@ -9,7 +9,7 @@ import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TOOLS = """bash sh echo dirname basename readlink sed xargs cut cat cmp mkdir flock grep sort head env tail df rm
-cp nproc true""".split()
+cp nproc true touch""".split()
 ALL_HEADERS = ("libgtest-dev", "libcli11-dev", "nlohmann-json3-dev")
 
 
@@ -43,8 +43,8 @@ class FrontDoor(unittest.TestCase):
     def fake_setup(self, compiler="g++"):
         """Everything is installed and configured, and there is nothing to build."""
         self.fake("ninja", "echo ninja: no work to do.")
+        self.fake_venv(".fsdp-made")
         venv = self.tree / ".venv"
-        (venv / "bin").mkdir(parents=True)
         shutil.copy(self.tree / "requirements.txt", venv / ".fsdp-ready")
         build = self.tree / "build" / "dev"
         (build / "bin").mkdir(parents=True)
@@ -95,7 +95,7 @@ class FrontDoor(unittest.TestCase):
         self.fake("python3", "exit 0")
         self.fake_compiler("clang++-19", 19, misses=ALL_HEADERS)
         self.fake("apt-get", '[ "$1" = update ]')  # the installation itself fails
-        self.refused("could not install")
+        self.refused("could not install", "Is there a network")
         update, install = self.calls("apt-get")
         self.assertIn("update", update)
         for package in ALL_HEADERS:
@@ -110,6 +110,7 @@ class FrontDoor(unittest.TestCase):
         self.fake("sudo", '[ "$1" = -n ] && exit 0; exec "$@"')
         self.refused("Is there a network", "libgtest-dev")
         self.assertEqual(self.calls("apt-get"), ["apt-get update -qq"])
+        self.assertEqual(self.calls("sudo")[-1], "sudo apt-get update -qq")
 
     # --- the compiler
 
@@ -126,7 +127,6 @@ class FrontDoor(unittest.TestCase):
     def test_the_quicker_compiler_is_installed_where_that_is_allowed(self):
         self.fake("id", "echo 0")
         self.fake("python3", "exit 0")
-        self.fake("apt-cache", "exit 0")
         self.fake("apt-get", "exit 0")
         self.fake_compiler()
         self.run_script("build")
@@ -137,7 +137,15 @@ class FrontDoor(unittest.TestCase):
         self.fake("python3", '[ "$2" != venv ]')  # goes no further than this
         self.fake("apt-get", "exit 1")
         self.fake_compiler()
-        self.refused("making .venv failed")
+        self.refused("going on without", "making .venv failed")
+
+    def test_what_is_needed_does_not_wait_for_the_quicker_compiler(self):
+        self.fake("id", "echo 0")
+        self.fake("python3", '[ "$2" != venv ]')
+        self.fake("apt-get", 'case "$*" in *clang*) exit 1 ;; esac')
+        self.fake_compiler(misses=["libgtest-dev"])
+        self.refused("going on without", "making .venv failed")
+        self.assertTrue(any("libgtest-dev" in call for call in self.calls("apt-get")))
 
     def test_a_configured_folder_keeps_its_compiler(self):
         build = self.fake_setup("g++")
@@ -177,15 +185,29 @@ class FrontDoor(unittest.TestCase):
         self.refused("pip could not install", "is there a network")
         self.assertFalse((self.tree / ".venv").exists())
 
+    def fake_venv(self, *files):
+        (self.tree / ".venv" / "bin").mkdir(parents=True)
+        python = self.tree / ".venv" / "bin" / "python"
+        python.write_text("#!/bin/sh\nexit 1\n")  # no pip
+        python.chmod(0o755)
+        for name in files:
+            (self.tree / ".venv" / name).touch()
+
     def test_a_venv_that_was_cut_off_is_made_anew(self):
         self.fake_compiler("clang++-19", 19)
         self.fake("python3", "exit 0")
-        (self.tree / ".venv" / "bin").mkdir(parents=True)
-        half = self.tree / ".venv" / "bin" / "python"
-        half.write_text("#!/bin/sh\nexit 1\n")  # no pip
-        half.chmod(0o755)
+        self.fake_venv(".fsdp-made")
         self.run_script("build")
         self.assertTrue(any("-m venv --clear" in call for call in self.calls("python3")))
+
+    def test_a_venv_of_somebody_else_is_left_alone(self):
+        self.fake_compiler("clang++-19", 19)
+        self.fake("python3", "exit 0")
+        self.fake_venv("mine")
+        for words in (["build"], ["format", "--check"]):
+            self.refused("was not made by ./fsdp", "FSDP_PYTHON", words=words)
+        self.assertTrue((self.tree / ".venv" / "mine").exists())
+        self.assertEqual([call for call in self.calls("python3") if "venv --clear" in call], [])
 
     def test_a_folder_that_cannot_be_written_is_refused(self):
         (self.tree / "build").touch()  # root may write everywhere, but not into a file

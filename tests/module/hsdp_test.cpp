@@ -470,7 +470,7 @@ TEST(ReplicateModules, InLowPrecision) {
     stack_loss(reference, 0).backward();
     average_gradients(*reference);
     for (const auto& item : net->named_parameters()) {
-      const auto& expected = reference->named_parameters()[item.key()].grad();
+      const auto expected = reference->named_parameters()[item.key()].grad();
       EXPECT_EQ(item.value().grad().scalar_type(), torch::kFloat);
       EXPECT_TRUE(torch::allclose(item.value().grad(), expected, 5e-2, 5e-2)) << item.key();
     }
