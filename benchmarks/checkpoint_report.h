@@ -81,7 +81,8 @@ class Report {
     print_ratio("our async / our save", async_part());
     print_ratio("compute beside our async", figure_of(result_.ours.at("async"), &Measured::beside));
     if (has_dcp()) {
-      print_ratio("compute beside DCP's async", figure_of(result_.dcp.at("async"), &Measured::beside));
+      print_ratio(
+          "compute beside DCP's async", figure_of(result_.dcp.at("async"), &Measured::beside));
     }
   }
 

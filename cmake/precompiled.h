@@ -35,14 +35,14 @@ void compare_types() {
 inline void call_virtual_functions() {
   using namespace torch::nn; // NOLINT
   call_clones<
-      AdaptiveLogSoftmaxWithLossImpl, BilinearImpl, EmbeddingImpl, EmbeddingBagImpl, Conv1dImpl, Conv2dImpl, Conv3dImpl,
-      ConvTranspose1dImpl, ConvTranspose2dImpl, ConvTranspose3dImpl, CrossMapLRN2dImpl, FoldImpl,
-      FractionalMaxPool2dImpl, FractionalMaxPool3dImpl, GRUCellImpl, GRUImpl, GroupNormImpl,
-      LayerNormImpl, LinearImpl, LocalResponseNormImpl, LogSoftmaxImpl, LSTMCellImpl, LSTMImpl,
-      ModuleDictImpl, MultiheadAttentionImpl, ParameterDictImpl, RNNCellImpl, RNNImpl,
-      SequentialImpl, SoftmaxImpl, SoftminImpl, ThresholdImpl, TransformerDecoderImpl,
-      TransformerDecoderLayerImpl, TransformerEncoderImpl, TransformerEncoderLayerImpl,
-      UnflattenImpl, UnfoldImpl>();
+      AdaptiveLogSoftmaxWithLossImpl, BilinearImpl, EmbeddingImpl, EmbeddingBagImpl, Conv1dImpl,
+      Conv2dImpl, Conv3dImpl, ConvTranspose1dImpl, ConvTranspose2dImpl, ConvTranspose3dImpl,
+      CrossMapLRN2dImpl, FoldImpl, FractionalMaxPool2dImpl, FractionalMaxPool3dImpl, GRUCellImpl,
+      GRUImpl, GroupNormImpl, LayerNormImpl, LinearImpl, LocalResponseNormImpl, LogSoftmaxImpl,
+      LSTMCellImpl, LSTMImpl, ModuleDictImpl, MultiheadAttentionImpl, ParameterDictImpl,
+      RNNCellImpl, RNNImpl, SequentialImpl, SoftmaxImpl, SoftminImpl, ThresholdImpl,
+      TransformerDecoderImpl, TransformerDecoderLayerImpl, TransformerEncoderImpl,
+      TransformerEncoderLayerImpl, UnflattenImpl, UnfoldImpl>();
   call_convolutions<
       ConvNdImpl<1, Conv1dImpl>, ConvNdImpl<2, Conv2dImpl>, ConvNdImpl<3, Conv3dImpl>,
       ConvNdImpl<1, ConvTranspose1dImpl>, ConvNdImpl<2, ConvTranspose2dImpl>,

@@ -39,8 +39,8 @@ inline constexpr int64_t kBlockBytes = int64_t{4} << 20;
 struct Catalog {
   Path folder;
   std::shared_ptr<const Folder> opened; // the one that was there then
-  std::string id;   // of the save; empty for files of others
-  int64_t time = 0; // when it was saved, in nanoseconds since 1970; 0: unknown
+  std::string id;                       // of the save; empty for files of others
+  int64_t time = 0;                     // when it was saved, in nanoseconds since 1970; 0: unknown
   std::vector<StoredTensor> tensors;
   std::vector<std::pair<std::string, StoredValue>> values;
 

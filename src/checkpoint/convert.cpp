@@ -156,8 +156,7 @@ std::map<std::string, std::vector<StoredPiece>> write_files(
           source->sizes,
           {{box, std::vector<int64_t>(box.sizes.size(), 0)}}};
       const auto data = reader.read(*source, target).to(entry.dtype);
-      pieces[entry.name].push_back(
-          {item.name, entry.offset, box, append_blocks(file, data)});
+      pieces[entry.name].push_back({item.name, entry.offset, box, append_blocks(file, data)});
     }
     file.finish();
   }

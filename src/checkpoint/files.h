@@ -71,7 +71,7 @@ class FileWriter {
 
   File file_;
   int64_t written_ = 0;
-  int64_t begun_ = 0; // to be synced
+  int64_t begun_ = 0;                                                       // to be synced
   std::unique_ptr<char, decltype(&std::free)> buffer_{nullptr, &std::free}; // where direct
   int64_t buffered_ = 0;
 };

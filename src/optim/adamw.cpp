@@ -81,7 +81,8 @@ at::Tensor AdamW::step(LossClosure closure) {
     }
     auto& state = static_cast<AdamWState&>(*slot);
     const auto device = param.device();
-    const AdamWKey key{update.group, param.scalar_type(), device.type(), device.index(), state.step()};
+    const AdamWKey key{
+        update.group, param.scalar_type(), device.type(), device.index(), state.step()};
     add(buckets[key], update, state, options(update.group).amsgrad());
   }
   for (auto& [key, bucket] : buckets) {

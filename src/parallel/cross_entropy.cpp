@@ -21,19 +21,20 @@ void check(
     const DeviceMesh& mesh,
     const ParallelCrossEntropyOptions& options) {
   TORCH_CHECK_VALUE(
-      mesh.ndim() == 1, kCrossEntropyTag, "needs a mesh of one axis, not ", mesh.str(), "; take a slice of it");
+      mesh.ndim() == 1, kCrossEntropyTag, "needs a mesh of one axis, not ", mesh.str(),
+      "; take a slice of it");
   TORCH_CHECK_VALUE(
       logits.defined() && logits.dim() >= 1 && logits.is_floating_point(), kCrossEntropyTag,
       "the logits must be a floating point tensor of one dim or more");
   TORCH_CHECK_VALUE(
-      targets.defined() && at::isIntegralType(targets.scalar_type(), /*includeBool=*/false), kCrossEntropyTag,
-      "the targets must be class numbers; probabilities are not supported");
+      targets.defined() && at::isIntegralType(targets.scalar_type(), /*includeBool=*/false),
+      kCrossEntropyTag, "the targets must be class numbers; probabilities are not supported");
   auto expected = logits.sizes().vec();
   expected.erase(expected.begin() + (logits.dim() == 1 ? 0 : 1));
   TORCH_CHECK_VALUE(
-      targets.sizes() == at::IntArrayRef(expected), kCrossEntropyTag, "logits of sizes ", logits.sizes(),
-      " on ", detail::axis_text(mesh), " need targets of sizes ", at::IntArrayRef(expected),
-      ", not ", targets.sizes());
+      targets.sizes() == at::IntArrayRef(expected), kCrossEntropyTag, "logits of sizes ",
+      logits.sizes(), " on ", detail::axis_text(mesh), " need targets of sizes ",
+      at::IntArrayRef(expected), ", not ", targets.sizes());
   TORCH_CHECK_VALUE(
       options.label_smoothing >= 0 && options.label_smoothing <= 1, kCrossEntropyTag,
       "label_smoothing must be between 0 and 1, got ", options.label_smoothing);
@@ -80,12 +81,13 @@ at::Tensor row_losses(
     terms.push_back(at::full_like(maximum, logits.size(1)));
   }
   // Every rank computes the same loss from the sums.
-  const auto sums =
-      detail::move_local(
-          at::stack(terms), {mesh, Partial{}, Replicate{}}, {c10::str(kCrossEntropyTag, "the sums"), ""})
-          .unbind();
+  const auto sums = detail::move_local(
+                        at::stack(terms), {mesh, Partial{}, Replicate{}},
+                        {c10::str(kCrossEntropyTag, "the sums"), ""})
+                        .unbind();
   at::_assert_async(
-      ((sums[2] == 1) | ~kept).all(), c10::str(kCrossEntropyTag, "a target is none of the classes"));
+      ((sums[2] == 1) | ~kept).all(),
+      c10::str(kCrossEntropyTag, "a target is none of the classes"));
   const auto log_sum = sums[0].log();
   auto losses = log_sum - sums[1];
   if (const auto smoothing = options.label_smoothing; smoothing > 0) {

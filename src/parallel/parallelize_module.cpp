@@ -36,8 +36,9 @@ class Search {
       : mesh_(mesh), parts_(path.empty() ? Names() : detail::split(path, '.')) {
     descend("", root, 0);
     TORCH_CHECK_VALUE(
-        !found_.empty(), detail::kParallelizeTag, "the plan for ", detail::axis_text(mesh), " names '", path,
-        "', but there is no such module in ", detail::type_name(root), ": ", where_it_ends_);
+        !found_.empty(), detail::kParallelizeTag, "the plan for ", detail::axis_text(mesh),
+        " names '", path, "', but there is no such module in ", detail::type_name(root), ": ",
+        where_it_ends_);
   }
   const std::vector<StyledModule>& found() const {
     return found_;
@@ -113,8 +114,8 @@ std::vector<Target> targets_of(
           " is parallelized by two entries of the plan for ", detail::axis_text(mesh));
       for (const auto* side : detail::prepared_sides(style)) {
         TORCH_CHECK_VALUE(
-            prepared.emplace(at.module, side).second, detail::kParallelizeTag, "the ", side, " of ", at.text(),
-            " is prepared by two entries of the plan for ", detail::axis_text(mesh));
+            prepared.emplace(at.module, side).second, detail::kParallelizeTag, "the ", side, " of ",
+            at.text(), " is prepared by two entries of the plan for ", detail::axis_text(mesh));
       }
       targets.push_back({at, &style, detail::param_divisions(at, style)});
     }
@@ -130,13 +131,13 @@ void check_dividable(
     const at::Tensor& param,
     const std::vector<Placement>& placements) {
   TORCH_CHECK_VALUE(
-      !detail::FSDPParam::find(param), detail::kParallelizeTag, "parameter '", name, "' of ", at.text(),
-      " is sharded by fully_shard already, and cannot be divided over ", at.mesh.str(),
+      !detail::FSDPParam::find(param), detail::kParallelizeTag, "parameter '", name, "' of ",
+      at.text(), " is sharded by fully_shard already, and cannot be divided over ", at.mesh.str(),
       ": parallelize_module comes before fully_shard");
   const auto spread = Spread::find(param);
   TORCH_CHECK_VALUE(
-      !spread || (spread->spec().mesh == at.mesh && spread->spec().placements == placements), detail::kParallelizeTag,
-      "parameter '", name, "' of ", at.text(), " lies ",
+      !spread || (spread->spec().mesh == at.mesh && spread->spec().placements == placements),
+      detail::kParallelizeTag, "parameter '", name, "' of ", at.text(), " lies ",
       spread ? to_string(spread->spec().placements) + " on " + spread->spec().mesh.str() : "",
       " already, and cannot lie ", to_string(placements), " on ", at.mesh.str());
 }
@@ -150,16 +151,17 @@ Divisions check_divisions(const std::vector<Target>& targets) {
       check_dividable(at, division.name, division.param, {division.placement});
       const auto known = Spread::find(division.param);
       TORCH_CHECK_VALUE(
-          !known || !known->sums_grads || division.sum_grads, detail::kParallelizeTag, "the gradient of parameter '",
-          division.name, "' is summed over ", detail::axis_text(at.mesh),
-          " already, for a module that has part of the sequence; ", at.text(), " has all of it");
+          !known || !known->sums_grads || division.sum_grads, detail::kParallelizeTag,
+          "the gradient of parameter '", division.name, "' is summed over ",
+          detail::axis_text(at.mesh), " already, for a module that has part of the sequence; ",
+          at.text(), " has all of it");
       const auto& other =
           *all.emplace(division.param.unsafeGetTensorImpl(), &division).first->second;
       TORCH_CHECK_VALUE(
-          other.placement == division.placement && other.sum_grads == division.sum_grads, detail::kParallelizeTag,
-          "parameters '", other.name, "' and '", division.name, "' are one, which ",
-          detail::axis_text(at.mesh), " cannot place as ", to_string(other.placement), " and as ",
-          to_string(division.placement));
+          other.placement == division.placement && other.sum_grads == division.sum_grads,
+          detail::kParallelizeTag, "parameters '", other.name, "' and '", division.name,
+          "' are one, which ", detail::axis_text(at.mesh), " cannot place as ",
+          to_string(other.placement), " and as ", to_string(division.placement));
     }
   }
   return all;
@@ -221,7 +223,8 @@ std::shared_ptr<Spread> spread(
 /// Every gradient that arrives is one term of a sum over the ranks.
 void sum_gradients(const ParamDivision& division, const DeviceMesh& mesh) {
   const detail::LocalMove move{mesh, Partial{}, Replicate{}};
-  const detail::MoveLabel label{detail::kParallelizeTag + ("the gradient of '" + division.name + "'"), division.name};
+  const detail::MoveLabel label{
+      detail::kParallelizeTag + ("the gradient of '" + division.name + "'"), division.name};
   const auto& param = division.param;
   const bool requires_grad = param.requires_grad();
   param.set_requires_grad(true); // it may be unfrozen later
@@ -278,14 +281,14 @@ void distribute_parameter(
   const auto params = module->named_parameters(/*recurse=*/false);
   const auto* param = params.find(name);
   TORCH_CHECK_VALUE(
-      param, detail::kParallelizeTag, at.text(), " has no parameter '", name, "' to divide over ", mesh.str(),
-      "; it has ", detail::join(params.keys()));
+      param, detail::kParallelizeTag, at.text(), " has no parameter '", name, "' to divide over ",
+      mesh.str(), "; it has ", detail::join(params.keys()));
   placements = detail::normalized(std::move(placements), param->dim(), mesh.ndim());
   detail::check_members(*module);
   check_dividable(at, name, *param, placements);
   TORCH_CHECK_VALUE(
-      !Spread::find(*param), detail::kParallelizeTag, "parameter '", name, "' of ", at.text(), " is divided over ",
-      mesh.str(), " already");
+      !Spread::find(*param), detail::kParallelizeTag, "parameter '", name, "' of ", at.text(),
+      " is divided over ", mesh.str(), " already");
   auto& hooks = hooked(at).fsdp_hooks;
   const detail::TensorSpec spec{mesh, std::move(placements), param->sizes().vec()};
   hooks.push_back({.name = "distribute_parameter", .keeps = spread(*param, name, spec)});

@@ -205,9 +205,9 @@ struct Preparation {
 
   void check(const char* style) const {
     TORCH_CHECK_VALUE(
-        from.each().size() == to.each().size(), kParallelizeTag, style, " of ", at.text(), ": ", role,
-        "_layouts and desired_", role, "_layouts should have same length, not ", from.each().size(),
-        " and ", to.each().size());
+        from.each().size() == to.each().size(), kParallelizeTag, style, " of ", at.text(), ": ",
+        role, "_layouts and desired_", role, "_layouts should have same length, not ",
+        from.each().size(), " and ", to.each().size());
   }
   Preparation with_labels() && {
     for (size_t i = 0; i < from.each().size(); ++i) {
@@ -217,8 +217,8 @@ struct Preparation {
   }
   void run(const Tensors& tensors) const {
     TORCH_CHECK_VALUE(
-        tensors.size() == labels.size(), kParallelizeTag, at.text(), " has ", tensors.size(), " tensors as ",
-        role, ", but the plan gives ", labels.size(), " ", role,
+        tensors.size() == labels.size(), kParallelizeTag, at.text(), " has ", tensors.size(),
+        " tensors as ", role, ", but the plan gives ", labels.size(), " ", role,
         "_layouts: they should have same length");
     for (size_t i = 0; i < labels.size(); ++i) {
       auto& tensor = *tensors[i];
@@ -251,8 +251,8 @@ Preparation output_of(const StyledModule& at, const Style& style) {
 
 void check_layout(const StyledModule& at, const char* field, const Placement& layout) {
   TORCH_CHECK_VALUE(
-      can_move(layout), kParallelizeTag, field, " of ", at.text(), " is ", to_string(layout), ", which ",
-      axis_text(at.mesh), " cannot do: take Replicate, Shard or Partial (a sum)");
+      can_move(layout), kParallelizeTag, field, " of ", at.text(), " is ", to_string(layout),
+      ", which ", axis_text(at.mesh), " cannot do: take Replicate, Shard or Partial (a sum)");
 }
 
 using Divisions = std::vector<ParamDivision>;
@@ -272,11 +272,12 @@ int64_t divided_dim(const StyledModule& at, const char* style, int64_t linear, i
   }
   const auto* table = dynamic_cast<const EmbeddingImpl*>(at.module);
   TORCH_CHECK_NOT_IMPLEMENTED(
-      table, kParallelizeTag, style, " currently only supports Linear and Embedding, not ", at.text());
+      table, kParallelizeTag, style, " currently only supports Linear and Embedding, not ",
+      at.text());
   // They look at whole rows, or count tokens.
   TORCH_CHECK_NOT_IMPLEMENTED(
-      !table->options.max_norm() && !table->options.scale_grad_by_freq(), kParallelizeTag, style, " of ",
-      at.text(), " does not support its options max_norm and scale_grad_by_freq");
+      !table->options.max_norm() && !table->options.scale_grad_by_freq(), kParallelizeTag, style,
+      " of ", at.text(), " does not support its options max_norm and scale_grad_by_freq");
   return embedding;
 }
 

@@ -67,7 +67,8 @@ std::shared_ptr<const CommStreams> comm_streams(c10::Device device) {
   thread_local std::unordered_map<c10::Device, std::shared_ptr<const CommStreams>> mine;
   auto& streams = mine[device];
   if (!streams) {
-    CommStreams all{take_stream(device), take_stream(device), take_stream(device), take_stream(device)};
+    CommStreams all{
+        take_stream(device), take_stream(device), take_stream(device), take_stream(device)};
     if (!all.all_reduce) { // too many ranks: this one's communication waits in line with its
                            // compute
       give_back_streams(all);

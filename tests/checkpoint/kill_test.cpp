@@ -1,8 +1,8 @@
 // Ranks that die, and disks that are full, while a checkpoint is being replaced.
 // Ranks are forked: what follows begin_save needs no process group.
 
-#include <gtest/gtest.h>
 #include <fcntl.h>
+#include <gtest/gtest.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/mount.h>
@@ -327,8 +327,7 @@ TEST(KilledSave, TheOthersNameWhoIsMissing) {
 /// The calling process gets a disk of so many bytes there, which goes with it.
 bool mount_disk(const std::string& folder, int64_t bytes) {
   const int flags = CLONE_NEWNS | (geteuid() == 0 ? 0 : CLONE_NEWUSER);
-  return unshare(flags) == 0 &&
-         mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+  return unshare(flags) == 0 && mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
          mount("none", folder.c_str(), "tmpfs", 0, c10::str("size=", bytes).c_str()) == 0;
 }
 
@@ -339,8 +338,7 @@ void fill_disk(const std::string& folder, int64_t left) {
   struct statvfs disk{};
   ASSERT_EQ(statvfs(folder.c_str(), &disk), 0);
   const int fd = open(file.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0666);
-  ASSERT_EQ(
-      posix_fallocate(fd, 0, static_cast<int64_t>(disk.f_bavail * disk.f_bsize) - left), 0);
+  ASSERT_EQ(posix_fallocate(fd, 0, static_cast<int64_t>(disk.f_bavail * disk.f_bsize) - left), 0);
   close(fd);
 }
 
@@ -380,9 +378,8 @@ TEST(FullDisk, WhereverItEnds) {
     }
     EXPECT_GT(num_failed, 10);
   };
-  expect_ranks_pass(1, fill_and_save, [](int) {
-    return Environment{{"RANK", ""}, {"WORLD_SIZE", ""}};
-  });
+  expect_ranks_pass(
+      1, fill_and_save, [](int) { return Environment{{"RANK", ""}, {"WORLD_SIZE", ""}}; });
 }
 
 TEST(FullDisk, FailsOnAllRanksAndKeepsTheOldOne) {

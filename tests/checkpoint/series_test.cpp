@@ -78,9 +78,7 @@ TEST(AsyncSave, ConjugatesAndNegativesAreWhatTheyStandFor) {
 /// Where all cores train, a save has to wait for them.
 TEST(AsyncSave, GivesWayToTraining) {
   const auto path = temporary_folder() + "/checkpoint";
-  const auto priority = [] {
-    return getpriority(PRIO_PROCESS, static_cast<id_t>(gettid()));
-  };
+  const auto priority = [] { return getpriority(PRIO_PROCESS, static_cast<id_t>(gettid())); };
   std::atomic<int> of_writes{-100};
   const ChangeHook hook([&](const char* operation, const detail::Path&) {
     if (std::string(operation) == "write") {

@@ -163,7 +163,8 @@ inline void expect_like_torch(const Case& c) {
     for (const auto& item : torchs->named_parameters()) {
       const auto param = mine->named_parameters()[item.key()];
       EXPECT_TRUE(same_or_undefined(param, item.value())) << item.key();
-      EXPECT_TRUE(same_or_undefined(param.grad(), item.value().grad())) << "gradient of " << item.key();
+      EXPECT_TRUE(same_or_undefined(param.grad(), item.value().grad()))
+          << "gradient of " << item.key();
     }
     EXPECT_EQ(mine->named_buffers().keys(), torchs->named_buffers().keys());
     expect_same(mine->buffers(), torchs->buffers());
