@@ -27,8 +27,9 @@ SECONDS_BETWEEN_LINES = 30
 SECONDS_BEFORE_A_GUESS = 5
 NUM_SLOWEST = 10
 
-# How long ninja's steps take, by what they are called: a link is one, a file ten.
-COSTS = (("cmake_pch", 50), ("Unity/unity_", 50), ("Building", 10), ("", 1))
+# How long ninja's steps take, by what they are called: a link is one, a file ten. Everything else
+# waits for a precompiled header.
+COSTS = (("cmake_pch", 150), ("Unity/unity_", 50), ("Building", 10), ("", 1))
 
 
 def cost(what):
@@ -94,6 +95,8 @@ def watch_build(lines, out, line):
         found = text is not None and NINJA.match(text)
         if text is None:
             line.show()
+        elif text.startswith("ninja: Entering directory"):
+            continue
         elif found:
             line.advance(int(found["done"]), int(found["total"]), found["what"])
         else:
