@@ -24,7 +24,7 @@ CTEST_NOISE = re.compile(r"^(Test project |Internal ctest| +Start +\d+: )")
 CTEST_SUMMARY = re.compile(r"^\d+% tests passed")
 GOOD_RESULTS = ("Passed", "***Skipped")
 SECONDS_BETWEEN_LINES = 30
-SECONDS_BEFORE_A_GUESS = 5
+SHARE_BEFORE_A_GUESS = 0.03
 NUM_SLOWEST = 10
 
 # How long ninja's steps take, by what they are called: a link is one, a file ten. Everything else
@@ -75,11 +75,13 @@ class Line:
 
     def text(self, spent):
         text = f"{self.done} of {self.total or '?'} done in {clock(spent)}"
-        if spent < SECONDS_BEFORE_A_GUESS or not self.done:
+        if not self.done:
             return text
         # Where the plan has changed since, each step is taken to last as long.
         is_planned = len(self.costs) == self.total
         share = self.done_cost / sum(self.costs) if is_planned else self.done / self.total
+        if share < SHARE_BEFORE_A_GUESS:
+            return text
         return f"{text}, about {clock(max(0, spent / share - spent))} left"
 
     def clear(self):

@@ -56,7 +56,7 @@ class Progress(unittest.TestCase):
     def test_a_terminal_sees_one_line(self):
         shown = watched_build(BUILD[: BUILD.index("FAILED")], is_terminal=True)
         self.assertNotIn("\n", shown)
-        self.assertIn("\r\033[K2 of 3 done in 0:00: b.cpp.o", shown)
+        self.assertIn("\r\033[K2 of 3 done in 0:00, about 0:00 left: b.cpp.o", shown)
         self.assertTrue(shown.endswith("\r\033[K"), "the line is gone at the end")
 
     def test_failed_tests_are_shown_and_the_slowest_before_the_summary(self):
@@ -84,6 +84,11 @@ class Progress(unittest.TestCase):
         line = progress.Line(io.StringIO(), False, [1, 1])
         line.advance(2, 2, "Building CXX object that was planned as a link")
         self.assertIn("about 0:00 left", line.text(60))
+
+    def test_it_does_not_guess_from_next_to_nothing(self):
+        line = progress.Line(io.StringIO(), False, [150] + [1] * 9)
+        line.advance(1, 10, "Linking CXX static library")
+        self.assertEqual(line.text(60), "1 of 10 done in 1:00")
 
     def test_a_reader_who_leaves_ends_the_command(self):
         lines = "while true; do echo line; done"
