@@ -24,7 +24,8 @@ CTEST_NOISE = re.compile(r"^(Test project |Internal ctest| +Start +\d+: )")
 CTEST_SUMMARY = re.compile(r"^\d+% tests passed")
 GOOD_RESULTS = ("Passed", "***Skipped")
 SECONDS_BETWEEN_LINES = 30
-SHARE_BEFORE_A_GUESS = 0.03
+SHARE_BEFORE_A_GUESS = 0.2  # the slowest tests come first
+PLANNED_SHARE_BEFORE_A_GUESS = 0.03
 NUM_SLOWEST = 10
 
 # How long ninja's steps take, by what they are called: a link is one, a file ten. Everything else
@@ -80,7 +81,7 @@ class Line:
         # Where the plan has changed since, each step is taken to last as long.
         is_planned = len(self.costs) == self.total
         share = self.done_cost / sum(self.costs) if is_planned else self.done / self.total
-        if share < SHARE_BEFORE_A_GUESS:
+        if share < (PLANNED_SHARE_BEFORE_A_GUESS if is_planned else SHARE_BEFORE_A_GUESS):
             return text
         return f"{text}, about {clock(max(0, spent / share - spent))} left"
 
