@@ -22,6 +22,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kInfix = ".tmp-";
+constexpr size_t kReserve = 4096; // bytes for the reason of a failure
 constexpr int64_t kQuietSeconds = 60;           // of a save whose rank 0 is dead
 constexpr int64_t kQuietUnlockedSeconds = 3600; // of one that has no lock (yet)
 
@@ -373,6 +374,7 @@ void prepare(Publication& publication) {
       make_folder(publication.folder());
       publication.lock = std::make_shared<File>(File::create(publication.folder() / "lock"));
       publication.lock->try_lock(); // where locks are not to be had, time has to do
+      write_text(publication.folder() / "reserve", std::string(kReserve, ' '));
       make_folder(publication.data());
       return;
     } catch (const CheckpointError&) {
@@ -394,13 +396,16 @@ void give_up(const Publication& publication, const std::string& reason) {
       }
     }
   });
-  // There may be no room for it until the others, whose writes fail as well, have removed theirs.
-  const bool told = poll(std::chrono::seconds(2), [&] {
-    return quietly([&] {
-      if (path_exists(folder) && !path_exists(folder / "failed")) {
-        write_text(folder / "failed", reason);
-      }
-    });
+  // Only one rank can rename the reserve; the others have nothing to add to its reason.
+  const auto mine = folder / (rank_name(publication.rank) + ".reason");
+  const bool told = quietly([&] {
+    if (try_rename(folder / "reserve", mine, 0) == 0) {
+      const auto file = File::create(mine);
+      const auto text = reason.substr(0, kReserve);
+      file.write(0, text.data(), static_cast<int64_t>(text.size()));
+      file.resize(static_cast<int64_t>(text.size()));
+      rename_path(mine, folder / "failed");
+    }
   });
   if (told) {
     quietly([&] { leave(publication); });

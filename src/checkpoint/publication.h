@@ -16,7 +16,8 @@ namespace fsdp::detail {
 //   lock             held by rank 0 as long as it lives
 //   data/            what becomes TARGET
 //   rank_00003.json  rank 3 has written and synced its files; what is in them
-//   failed           a rank has failed, and why: everybody gives up
+//   reserve          blanks: room on the disk for the reason of a failure
+//   failed           a rank has failed, and why: everybody gives up (the reserve, renamed)
 //   placing          data/ is complete, and about to be put in place
 //   done             it is in place
 //   rank_00003.left  rank 3 needs nothing here any more; the last removes it all
