@@ -4,15 +4,19 @@
 
 FOLDER/MODEL.pt: initial parameters, and the inputs by step and rank.
 FOLDER/MODEL.WORLD.RECIPE.RANK.pt: the recipe, and per step the loss, the local
-gradients, the collectives and the order of events. Exits with 77 where this
-torch has no fully_shard.
+gradients, the collectives and the order of events.
+FOLDER/made: when all of this is there.
+FOLDER/missing: instead of all others, if this torch has no fully_shard; says why.
+FOLDER/failed: the error that ended this script. The build goes on, and the tests fail.
 """
 
 import contextlib
 import dataclasses
-import os
+import pathlib
+import shutil
 import sys
 import tempfile
+import traceback
 import warnings
 
 import torch
@@ -23,11 +27,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+FOLDER = pathlib.Path(sys.argv[1])
+shutil.rmtree(FOLDER, ignore_errors=True)
+FOLDER.mkdir(parents=True)
 try:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 except ImportError as error:
-    print(error)
-    sys.exit(77)
+    (FOLDER / "missing").write_text(str(error))
+    sys.exit(0)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -467,7 +474,6 @@ def run_rank(rank, world, starts, folder, store):
 
 def main(folder):
     torch.set_num_threads(1)
-    os.makedirs(folder, exist_ok=True)
     worlds = sorted({world for recipe in RECIPES.values() for world in recipe.worlds})
     starts = {}
     for name, case in CASES.items():
@@ -484,4 +490,8 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    try:
+        main(FOLDER)
+        (FOLDER / "made").touch()
+    except Exception:
+        (FOLDER / "failed").write_text(traceback.format_exc())

@@ -1,16 +1,13 @@
 // Training with fully_shard against the same training by the installed torch's
 // Python FSDP2: losses, gradients, collectives and the order of events. The
 // recipes are in fsdp2_golden.py.
-#include <fcntl.h>
 #include <fsdp/debug.h>
 #include <fsdp/distributed.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/grad_scaler.h>
 #include <fsdp/optim.h>
 #include <fsdp/tensor_parallel.h>
-#include <sys/file.h>
 #include <torch/torch.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -21,7 +18,6 @@
 #include <set>
 
 #include "support/models.h"
-#include "support/processes.h"
 #include "support/tensors.h"
 
 namespace fsdp {
@@ -89,37 +85,14 @@ int64_t tp_size(const Dict& recipe) {
   return !axes.empty() && axes.back() == "tp" ? mesh_sizes(recipe).back() : 1;
 }
 
-/// Lets Python train once for all tests and all processes that run them: again
-/// only with another torch or another script. Returns why there is nothing.
-std::string prepare() {
+/// Returns why there is nothing to compare with. Throws if Python's training failed.
+std::string why_nothing_to_compare() {
   if (std::string(FSDP_TEST_PYTHON).empty()) {
     return "built without FSDP_PYTHON";
   }
-  struct Lock {
-    int fd = open(FSDP_GOLDEN_DIR ".lock", O_CREAT | O_RDWR | O_CLOEXEC, 0600);
-    Lock() {
-      TORCH_CHECK(fd >= 0 && flock(fd, LOCK_EX) == 0, "cannot lock " FSDP_GOLDEN_DIR ".lock");
-    }
-    ~Lock() {
-      close(fd);
-    }
-  } lock;
-  const std::string script = FSDP_TEST_DIR "/parity/fsdp2_golden.py";
-  const std::string stamp = FSDP_GOLDEN_DIR "/made_by";
-  const auto made_by = TORCH_VERSION "\n" FSDP_TEST_PYTHON "\n" + text_of(script);
-  if (text_of(stamp) == made_by) {
-    return "";
-  }
-  std::filesystem::remove(stamp);
-  const auto ended = run_commands(
-      {{{FSDP_TEST_PYTHON, script, FSDP_GOLDEN_DIR}, {{"OMP_NUM_THREADS", "1"}}}},
-      std::chrono::seconds(600))[0];
-  if (ended.exit_code == 77) {
-    return "no FSDP2 in " FSDP_TEST_PYTHON ": " + ended.output;
-  }
-  TORCH_CHECK(ended.exit_code == 0, script, " failed:\n", ended.output);
-  std::ofstream(stamp, std::ios::binary) << made_by;
-  return "";
+  const auto failure = text_of(FSDP_GOLDEN_DIR "/failed");
+  TORCH_CHECK(failure.empty(), "fsdp2_golden.py failed:\n", failure);
+  return text_of(FSDP_GOLDEN_DIR "/missing");
 }
 
 // ------------------------------------------------------------ The same in C++
@@ -390,7 +363,7 @@ class Replay {
 class Fsdp2Models : public testing::Test {
  protected:
   void SetUp() override {
-    if (const auto why_not = prepare(); !why_not.empty()) {
+    if (const auto why_not = why_nothing_to_compare(); !why_not.empty()) {
       GTEST_SKIP() << why_not;
     }
   }
@@ -398,6 +371,7 @@ class Fsdp2Models : public testing::Test {
 
 TEST_F(Fsdp2Models, HavePythonsParameters) {
   for (const std::string model : {"transformer", "mlps"}) {
+    SCOPED_TRACE(model);
     const auto start = read(model);
     const auto net = make_net(model, start);
     std::vector<std::string> names, expected;
@@ -454,7 +428,7 @@ std::vector<Case> cases() {
 }
 
 TEST_F(Fsdp2Models, AreTrainedByEveryRecipe) {
-  std::set<std::string> written, replayed{"transformer.pt", "mlps.pt", "made_by"};
+  std::set<std::string> written, replayed{"transformer.pt", "mlps.pt", "made"};
   for (const auto& file : std::filesystem::directory_iterator(FSDP_GOLDEN_DIR)) {
     written.insert(file.path().filename());
   }
