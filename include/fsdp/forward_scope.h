@@ -16,23 +16,22 @@ namespace fsdp::detail {
 class FSDPState;
 class BypassCheck;
 
-/// What runs around a module's forward, inside of what fully_shard and
-/// checkpointing do there: a style of parallelize_module.
+/// Code that a style of parallelize_module runs around a module's forward. It runs inside the
+/// code of fully_shard and of activation checkpointing.
 struct ForwardHook {
   using Tensors = std::vector<at::Tensor*>;
   using AtOutputs = std::function<void(const Tensors& outputs)>;
 
   std::string name;
-  bool divides = false; // the module's parameters, too: not only inputs and outputs
-  /// Given the inputs of each call. What it returns, if anything, is given the
-  /// outputs, and destroyed when the call has ended, by an exception too. Both
-  /// may replace the tensors.
+  bool divides = false; // whether the style divides parameters, too
+  /// Gets the inputs of each call. The function that it returns, if any, gets the outputs, and is
+  /// destroyed when the call ends, also by an exception. Both functions may replace the tensors.
   std::function<AtOutputs(const Tensors& inputs)> begin = {};
-  std::shared_ptr<const void> keeps = {}; // for as long as the module lives
+  std::shared_ptr<const void> keeps = {}; // an object that lives as long as the module
 };
 
-/// Which module is called; its state, none where it is not sharded; what else
-/// runs around it; and whether its calls are checkpointed.
+/// A call of a module: its sharding state (null if it is not sharded), its hooks, and its options
+/// for activation checkpointing, if any.
 struct CallSite {
   std::shared_ptr<FSDPState> state;
   const void* module;
@@ -44,13 +43,13 @@ struct CallSite {
   }
 };
 
-/// One call of a sharded module's forward: pre-forward when made, post-forward
-/// by `outputs`. Ends the call as if it had not been where that is not reached,
-/// except where that is because a recomputation needs no more of it.
+/// One call of a sharded module's forward. The constructor runs pre-forward, `outputs` runs
+/// post-forward. If `outputs` is never called because the forward threw, the destructor undoes
+/// the call. A recomputation that stopped early is not an error: its call ends normally.
 class FSDP_API ForwardScope {
  public:
-  /// Whether a call of the module has to pass through a scope: it is sharded,
-  /// and is not running already (a module inside itself).
+  /// Returns true if a call of the module needs a scope: the module is sharded, and this call is
+  /// not made from inside its own forward.
   static bool needed(const CallSite& site);
 
   explicit ForwardScope(CallSite site);
@@ -58,7 +57,7 @@ class FSDP_API ForwardScope {
   ForwardScope(const ForwardScope&) = delete;
   ForwardScope& operator=(const ForwardScope&) = delete;
 
-  /// Both may replace the tensors.
+  /// Both functions may replace the tensors.
   void inputs(const std::vector<at::Tensor*>& tensors);
   void outputs(const std::vector<at::Tensor*>& tensors);
 
@@ -67,11 +66,13 @@ class FSDP_API ForwardScope {
 
   const CallSite site_;
   const bool autocast_cache_;
+  bool begins_ = false; // see FSDPState::pre_forward
   bool finished_ = false;
   std::unique_ptr<BypassCheck> check_;
 };
 
-/// The same of a module's hooks.
+/// Runs a module's hooks around one call. `inputs` calls `begin` of each hook, and `outputs` calls
+/// the functions that `begin` returned.
 class FSDP_API HookScope {
  public:
   explicit HookScope(const std::vector<ForwardHook>& hooks) : hooks_(hooks) {}

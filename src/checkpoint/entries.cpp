@@ -24,7 +24,7 @@ using Value = StateDict::Value;
 
 namespace {
 
-/// Offloaded ones are not where their group communicates.
+/// Moves an offloaded tensor to the device on which its mesh communicates.
 DTensor on_mesh_device(const DTensor& tensor) {
   const auto type = tensor.device_mesh().device_type();
   return tensor.to_local().device().type() == type
@@ -67,9 +67,9 @@ void reshard_below(torch::nn::Module& module, bool about_to_change) {
   for (const auto& node : look_below(module).nodes) {
     for (const auto& group : node.state->groups()) {
       if (about_to_change) {
-        group->drop_pending();
+        group->drop_gather();
       }
-      group->reshard();
+      group->reshard(ReshardAfter::User);
     }
   }
 }
@@ -77,9 +77,9 @@ void reshard_below(torch::nn::Module& module, bool about_to_change) {
 template <class T>
 T number_as(const std::string& key, const Value& value) {
   std::optional<T> number;
-  if (const auto* tensor = std::get_if<at::Tensor>(&value)) { // Python's steps are tensors
+  if (const auto* tensor = std::get_if<at::Tensor>(&value)) { // Python stores steps as tensors
     if (tensor->defined() && tensor->numel() == 1) {
-      if (tensor->is_meta()) { // its value comes later, and is a number of steps
+      if (tensor->is_meta()) { // rank 0 sends the value later; only a step can wait for it
         number = std::is_same_v<T, int64_t> ? std::optional<T>(T()) : std::nullopt;
       } else {
         number = tensor->is_floating_point() ? number_as<T>(key, tensor->item<double>())
@@ -113,7 +113,8 @@ template double number_as(const std::string&, const Value&);
 
 namespace {
 
-/// Rank 0's own copy, of which training on changes nothing.
+/// Returns a copy of the whole tensor on rank 0, and an undefined tensor on other ranks. Further
+/// training does not change the copy.
 at::Tensor gathered(const Entry& entry, const StateDictOptions& options) {
   auto whole = entry.spec ? on_mesh_device(as_placed(entry)).full_tensor() : entry.local;
   if (!is_rank_0()) {
@@ -148,7 +149,7 @@ StateDict read(
       "] these have no values, on the meta device: ", some_of(on_meta),
       "; call fsdp::to_empty and give them some first");
   StateDict state;
-  std::unordered_map<const void*, Value> known; // tied ones are gathered once
+  std::unordered_map<const void*, Value> known; // a tied tensor is gathered once
   for (const auto& entry : entries) {
     Value value = entry.value;
     if (const auto found = known.find(entry.tensor); entry.tensor && found != known.end()) {
@@ -168,7 +169,7 @@ StateDict read(
 
 namespace {
 
-/// What is wrong with the value, or "".
+/// Returns why the value does not fit the entry, or "".
 std::string misfit(const Entry& entry, const Value& value) {
   if (!entry.local.defined()) {
     try {
@@ -236,13 +237,14 @@ void check(
       ". Nothing was changed");
 }
 
-/// Whether the ranks have to communicate about it.
+/// Returns true if the ranks have to communicate to set this value.
 bool moves(const Entry& entry, const Value& value) {
   const auto* placed = std::get_if<DTensor>(&value);
   return placed && !(entry.spec && entry.spec->mesh == placed->device_mesh() &&
                      entry.spec->placements == placed->placements());
 }
 
+/// A hash of the tensors that the ranks have to move: all ranks must have the same.
 int64_t print_of_moves(const std::vector<Entry>& entries, const StateDict& state) {
   std::string text;
   for (const auto& entry : entries) {
@@ -254,7 +256,8 @@ int64_t print_of_moves(const std::vector<Entry>& entries, const StateDict& state
   return static_cast<int64_t>(std::hash<std::string>()(text) >> 2);
 }
 
-/// Among whom a failure is told: all ranks, or those that the module lies on.
+/// Returns the groups whose ranks tell each other of a failure: the world, or the groups over which
+/// the module is placed.
 std::vector<std::pair<ProcessGroup, at::Device>> groups_of(
     torch::nn::Module& module, bool whole_world) {
   if (whole_world) {
@@ -272,6 +275,8 @@ std::vector<std::pair<ProcessGroup, at::Device>> groups_of(
   return groups;
 }
 
+/// Throws on all ranks of `groups` if one rank has a failure, or if the ranks would move different
+/// tensors.
 void agree(
     const char* function,
     const std::vector<std::pair<ProcessGroup, at::Device>>& groups,
@@ -299,7 +304,7 @@ void agree(
 
 // ------------------------------------------------------------ Set: values
 
-/// This rank's part of a value that all ranks bring.
+/// Returns this rank's part of a value that all ranks have.
 at::Tensor part_for(const Entry& entry, const Value& value) {
   at::Tensor whole;
   if (const auto* placed = std::get_if<DTensor>(&value)) {

@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include "group/param_group.h"
-
 namespace fsdp::detail {
 
 CommContext::~CommContext() {
@@ -18,6 +16,7 @@ void CommContext::lazy_init(c10::Device device) {
     return;
   }
   streams_ = comm_streams(device);
+  reductions.set_streams(streams_);
 }
 
 // ------------------------------------------------------------ Gathers
@@ -75,41 +74,6 @@ void CommContext::release_retired() {
   retired_.clear();
 }
 
-// ------------------------------------------------------------ Reductions
-
-void CommContext::add_reduce_scatter(std::weak_ptr<FSDPParamGroup> group) {
-  reduce_scatters_.push_back(std::move(group));
-}
-
-void CommContext::add_all_reduce(std::weak_ptr<FSDPParamGroup> group) {
-  all_reduces_.push_back(std::move(group));
-}
-
-namespace {
-
-void finish_oldest(
-    std::deque<std::weak_ptr<FSDPParamGroup>>& queue,
-    size_t max_left,
-    void (FSDPParamGroup::*finish)()) {
-  while (queue.size() > max_left) {
-    const auto group = queue.front().lock();
-    queue.pop_front();
-    if (group) {
-      (*group.*finish)();
-    }
-  }
-}
-
-} // namespace
-
-void CommContext::finish_reduce_scatters(size_t max_left) {
-  finish_oldest(reduce_scatters_, max_left, &FSDPParamGroup::finish_reduce_scatter);
-}
-
-void CommContext::finish_all_reduces(size_t max_left) {
-  finish_oldest(all_reduces_, max_left, &FSDPParamGroup::finish_all_reduce);
-}
-
 // ------------------------------------------------------------ Order
 
 void CommContext::record_forward(const std::shared_ptr<ForwardRecord>& record) {
@@ -142,8 +106,7 @@ void CommContext::reset() {
   if (const auto& scatter = streams_->reduce_scatter) {
     wait_for_stream(current_stream(scatter->device()), scatter);
   }
-  reduce_scatters_.clear();
-  all_reduces_.clear();
+  reductions.clear();
   order_.clear();
 }
 

@@ -58,45 +58,6 @@ LiveGroup::~LiveGroup() {
   live_groups.erase(&group_);
 }
 
-void FSDPParamGroup::visit_memory(const MemoryVisitor& visit) const {
-  visit(&MemoryStats::shards, shard_);
-  if (unsharded_ && unsharded_->allocated()) {
-    visit(&MemoryStats::gathered, unsharded_->tensor());
-  }
-  visit(&MemoryStats::gathered, post_forward_shard_);
-  for (const auto& param : params_) {
-    visit(&MemoryStats::shards, param->tensor()); // put there by somebody, and not adopted yet
-    visit(&MemoryStats::gradients, param->unsharded_grad());
-    visit(&MemoryStats::gradients, param->partial_grad);
-    visit(&MemoryStats::gradients, param->tensor().grad());
-  }
-  // Behind the shards: these may be the input of the gather.
-  const auto visit_gather = [&](const Gathered& gathered) {
-    visit(&MemoryStats::communication, gathered.input);
-    visit(&MemoryStats::communication, gathered.buffer);
-  };
-  if (pending_) {
-    visit_gather(*pending_);
-  }
-  if (const auto* parked = comm->parked()) {
-    visit_gather(*parked);
-  }
-  for (const auto& each : comm->retired()) {
-    visit(&MemoryStats::gathered, each.memory);
-  }
-  for (const auto& each : payloads_) {
-    for (const auto& tensor : each.payload.tensors) {
-      visit(&MemoryStats::communication, tensor);
-    }
-  }
-  for (const auto* reductions : {&reduce_scatters_, &all_reduces_}) {
-    for (const auto& reduction : *reductions) {
-      visit(&MemoryStats::communication, reduction.reducing.input);
-      visit(&MemoryStats::communication, reduction.reducing.output);
-    }
-  }
-}
-
 } // namespace detail
 
 MemoryStats memory_stats(c10::Device device) {

@@ -1,193 +1,136 @@
 #include "group/param_group.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
-#include <numeric>
-#include <set>
 #include <utility>
 
-#include "base/text.h"
-#include "group/flat_views.h"
-#include "param/param_placement.h"
 #include "param/unfilled.h"
 #include "process_group/observer.h"
 #include "runtime/log.h"
+#include "runtime/range.h"
 
 namespace fsdp::detail {
 
-// ------------------------------------------------------------ Initialization
+namespace {
 
-void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh) {
-  const auto spread = Spread::find(spec.param);
-  const auto& group = mesh.shard_group;
-  try {
-    // The pieces of the others too, so that all ranks refuse what one cannot do.
-    std::vector<std::vector<int64_t>> pieces{spec.param.sizes().vec()};
-    if (spread) {
-      pieces = spread->piece_sizes();
-    }
-    for (const auto& sizes : pieces) {
-      (void)shard_geometry(spec.name, sizes, spec.shard_dim, group.size(), group.rank());
-    }
-    (void)placed_over(mesh, spec.shard_dim, spec.param.sizes().vec(), spread.get());
-  } catch (c10::Error& error) {
-    error.add_context(c10::str(
-        "parameter '", spec.name, "', over ", (mesh.whole ? mesh.whole->mesh : mesh.mesh).str()));
-    throw;
+/// What an EventLog shows for an unshard of this purpose.
+TrainingState training_state(UnshardFor purpose) {
+  switch (purpose) {
+    case UnshardFor::Forward:
+    case UnshardFor::ForwardPrefetch:
+      return TrainingState::Forward;
+    case UnshardFor::Backward:
+    case UnshardFor::BackwardPrefetch:
+    case UnshardFor::Recomputation:
+      return TrainingState::PreBackward;
+    case UnshardFor::User:
+    case UnshardFor::UserAsync:
+      return TrainingState::Idle;
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      spec.param.is_contiguous(), "[fully_shard] does not support non-contiguous parameters: '",
-      spec.name, "' has sizes ", spec.param.sizes(), " and strides ", spec.param.strides(),
-      "; call contiguous() on it first");
+  return TrainingState::Idle;
 }
+
+TrainingState training_state(ReshardAfter when) {
+  switch (when) {
+    case ReshardAfter::Forward:
+      return TrainingState::Forward;
+    case ReshardAfter::Backward:
+      return TrainingState::PostBackward;
+    case ReshardAfter::User:
+      return TrainingState::Idle;
+  }
+  return TrainingState::Idle;
+}
+
+} // namespace
 
 FSDPParamGroup::FSDPParamGroup(
     const std::vector<ParamSpec>& params,
     const DataParallelMesh& mesh,
-    std::string name,
+    const std::string& name,
     const GroupPolicy& policy)
-    : name_(std::move(name)),
-      mesh_(mesh),
-      group_(mesh.shard_group),
-      replicate_group_(mesh.replicate_group),
-      reduce_group_(group_),
-      post_forward_ranks_(group_.size()),
-      param_dtype_(policy.precision.param_dtype),
-      offload_(
-          std::holds_alternative<CPUOffloadPolicy>(policy.offload)
-              ? std::optional(std::get<CPUOffloadPolicy>(policy.offload))
-              : std::nullopt),
-      compute_device_(current_device(mesh.mesh.device_type())),
-      from_first_replica_(policy.from_first_replica && replicate_group_) {
-  TORCH_CHECK_VALUE(!params.empty(), "[fully_shard] group '", name_, "' has no parameters");
-  if (policy.precision.reduce_dtype != param_dtype_) { // else gradients are computed in it
-    reduce_dtype = policy.precision.reduce_dtype;
-  }
-  for (const auto& spec : params) {
-    check_shardable(spec, mesh);
-    params_.push_back(std::make_unique<FSDPParam>(
-        spec.param, spec.name, mesh,
-        shard_geometry(
-            spec.name, spec.param.sizes().vec(), spec.shard_dim, group_.size(), group_.rank())));
-  }
-  build();
-}
+    : name_(name),
+      replicas_(mesh.replicate_group),
+      flat_(params, mesh, name, policy.precision.param_dtype, policy.offload),
+      reducer_(std::make_shared<GradReducer>(
+          flat_,
+          replicas_,
+          // If both are the same, gradients are computed in it already.
+          policy.precision.reduce_dtype == policy.precision.param_dtype
+              ? std::nullopt
+              : policy.precision.reduce_dtype)),
+      ranks_after_forward_(size()),
+      from_first_replica_(policy.from_first_replica && replicas_) {}
 
-FSDPParamGroup::~FSDPParamGroup() {
-  try {
-    abandon_unsharded();
-  } catch (const std::exception&) { // the device is lost, or the process ends
-  }
-}
-
-/// The memory goes with the last view of it, a graph's perhaps: what has used it so
-/// far comes before whatever its stream is given next.
-void FSDPParamGroup::abandon_unsharded() {
-  if (const auto stream = std::exchange(unsharded_stream_, std::nullopt)) {
-    wait_for_stream(stream, current_stream(stream->device()));
-  }
+void FSDPParamGroup::enter(ParamsState next) {
+  check_transition(state_, next, name_);
+  state_ = next;
 }
 
 void FSDPParamGroup::set_name(const std::string& name, bool one_of_several) {
   name_ = name;
   label_ = name.empty() ? "" : " (" + name + ")";
   if (one_of_several) {
-    label_ += c10::str(" [pg=", group_.size(), "]");
+    label_ += c10::str(" [pg=", size(), "]");
   }
-  if (unsharded_) {
-    unsharded_->set_owner(name_);
-  }
+  flat_.set_owner(name);
+  reducer_->set_name(name);
 }
 
-/// Makes the buffers for what the parameters hold now, and moves it there.
-void FSDPParamGroup::build() {
-  std::vector<LayoutItem> items;
-  extended_.clear();
-  for (const auto& param : params_) {
-    (void)param->shard_values(); // throws before anything is changed
-    TORCH_CHECK_VALUE(
-        param->tensor().device() == params_.front()->tensor().device(), "[fully_shard] group '",
-        name_, "' has parameters on two devices: '", params_.front()->name(), "' on ",
-        params_.front()->tensor().device(), ", '", param->name(), "' on ",
-        param->tensor().device());
-    extended_.push_back(param->extension != nullptr);
-    items.push_back(
-        {.dtype = param->dtype(),
-         .gather_dtype = gather_dtype(*param),
-         .padded_numel = param->geometry().padded_numel,
-         .extended = extended_.back()});
+void FSDPParamGroup::log_layout() const {
+  if (flat_.ranks().rank() != 0) {
+    return; // the other ranks' is the same
   }
-  layout_ = flat_layout(items, group_.size());
-  attach_params();
-  sharded_state_ = ShardedState::Sharded;
-  comm->gather_after(StreamEvent::of(optional_current_stream(device())));
+  const auto& reduce_dtype = reducer_->reduce_dtype;
+  log(LogLevel::Info, c10::str(
+                          "group=\"", name_, "\" ranks=", size(), " ", flat_.describe(),
+                          " reduce_dtype=", reduce_dtype ? c10::toString(*reduce_dtype) : "same",
+                          " reshard_after_forward=", ranks_after_forward_));
 }
 
-at::ScalarType FSDPParamGroup::gather_dtype(const FSDPParam& param) const {
-  return param_dtype_ && at::isFloatingType(param.dtype()) ? *param_dtype_ : param.dtype();
-}
-
-void FSDPParamGroup::attach_params() {
-  at::NoGradGuard no_grad;
-  c10::InferenceMode not_inference(false);
-  const auto from = params_.front()->tensor().device();
-  auto options = at::TensorOptions().device(from).dtype(layout_.shard_dtype);
-  auto gathered_options = options.dtype(layout_.gather_dtype);
-  if (offload_ && !from.is_meta()) {
-    gathered_options = gathered_options.device(compute_device_);
-    options = options.device(at::kCPU).pinned_memory(
-        offload_->pin_memory && has_streams(compute_device_));
+void FSDPParamGroup::visit_memory(const MemoryVisitor& visit) const {
+  flat_.visit_memory(visit); // first: the shard may be the input of a gather
+  const auto visit_gather = [&](const Gathered& gathered) {
+    visit(&MemoryStats::communication, gathered.input);
+    visit(&MemoryStats::communication, gathered.buffer);
+  };
+  if (gather_) {
+    visit_gather(*gather_);
   }
-  // Zeros, so that padding is the same on every rank and in every run.
-  const auto shard = at::zeros({layout_.shard_numel}, options);
-  abandon_unsharded();
-  unsharded_.reset();
-  if (!alone() || !layout_.sends_shards() || options.device() != gathered_options.device()) {
-    unsharded_.emplace(layout_.unsharded_numel, gathered_options, name_);
+  if (const auto* parked = comm->parked()) {
+    visit_gather(*parked);
   }
-  gather_targets_.assign(params_.size(), {});
-  gather_numels_.clear();
-  for (size_t k = 0; k < params_.size(); ++k) {
-    auto& param = *params_[layout_.order[k]];
-    const auto& part = layout_.parts[layout_.order[k]];
-    const auto& geometry = param.geometry();
-    auto sharded = shaped(
-        typed_view(shard, part.shard.offset, part.shard.numel, param.dtype()),
-        geometry.shard_sizes);
-    auto unsharded = sharded;
-    if (unsharded_) {
-      const auto numel = part.gathered.numel * group_.size();
-      unsharded = shaped(
-          typed_view(unsharded_->tensor(), part.unsharded_offset, numel, gather_dtype(param)),
-          geometry.sizes);
-      if (geometry.dim == 0) {
-        gather_targets_[k] = unsharded_->tensor()
-                                 .narrow(0, part.unsharded_offset, numel)
-                                 .view({group_.size(), part.gathered.numel});
+  for (const auto& each : comm->retired()) {
+    visit(&MemoryStats::gathered, each.memory);
+  }
+  const auto& queue = comm->reductions;
+  for (const auto* reductions : {&queue.reduce_scatters(), &queue.all_reduces()}) {
+    for (const auto& reduction : *reductions) {
+      if (reduction.reducer.lock() == reducer_) {
+        visit(&MemoryStats::communication, reduction.reducing.input);
+        visit(&MemoryStats::communication, reduction.reducing.output);
       }
     }
-    if (k < layout_.num_plain) {
-      gather_numels_.push_back(part.gathered.numel);
-    }
-    param.attach(std::move(sharded), std::move(unsharded));
-  }
-  shard_ = shard; // the old one held the values until here
-  if (unsharded_) {
-    unsharded_->free();
-  }
-  plan_ = gather_plan();
-  places_ = plan_ && places_gathers(group_, *plan_, gathered_options);
-  if (has_streams(device()) && !places_) {
-    plan_.reset(); // one operator copies out
   }
 }
 
-/// Replicas that begin with other values would stay different, silently. Once, in the first
-/// forward: before it some ranks may have none yet. Without any the forward refuses.
+void FSDPParamGroup::lazy_init() {
+  flat_.check_trainable();
+  if (was_changed()) {
+    discard_gather();
+    to_sharded();
+  }
+  if (from_first_replica_) {
+    take_first_replica();
+  }
+}
+
+/// Replicas that begin with different values would stay different, without a word. So all take
+/// over the first one's values, once, in the first forward: before it, some ranks may have no
+/// values yet. If values are missing then, forward refuses to run.
 void FSDPParamGroup::take_first_replica() {
-  if (std::any_of(params_.begin(), params_.end(), [](const auto& param) {
+  if (std::any_of(params().begin(), params().end(), [](const auto& param) {
         return is_unfilled(param->tensor());
       })) {
     return;
@@ -195,137 +138,267 @@ void FSDPParamGroup::take_first_replica() {
   from_first_replica_ = false;
   at::NoGradGuard no_grad;
   const CollectiveLabel collective(name_);
-  const auto values = shard_.to(compute_device_); // offloaded: to where ranks communicate
-  replicate_group_->broadcast(values, /*root=*/0);
-  if (!values.is_same(shard_)) {
-    shard_.copy_(values);
+  const auto& shard = flat_.shard();
+  const auto values = shard.to(flat_.compute_device()); // where the ranks communicate
+  replicas_->broadcast(values, /*root=*/0);
+  if (!values.is_same(shard)) {
+    shard.copy_(values);
   }
-  comm->gather_after(StreamEvent::of(optional_current_stream(device())));
+  comm->gather_after(StreamEvent::of(optional_current_stream(flat_.device())));
 }
 
-std::shared_ptr<const GatherPlan> FSDPParamGroup::gather_plan() const {
-  const bool by_rows = std::all_of(
-      params_.begin(), params_.end(), [](const auto& param) { return param->geometry().dim == 0; });
-  // From the host a shard is copied into its place in what an ordinary gather
-  // writes to; for another one it would lie beside that on the device.
-  const bool from_host = offload_ && has_streams(device());
-  if (alone() || from_host || !layout_.all_plain() || !by_rows) {
-    return nullptr;
+// ------------------------------------------------------------ Parameters
+
+void FSDPParamGroup::unshard(UnshardFor purpose) {
+  const bool up_to_date = state_ == ParamsState::Gathering || state_ == ParamsState::Unsharded ||
+                          state_ == ParamsState::Kept;
+  const bool changed = was_changed();
+  if (up_to_date && !changed) {
+    return;
   }
-  GatherPlan plan{
-      .parts = {},
-      .ranks = group_.size(),
-      .in_numel = layout_.gathered_numel,
-      .out_numel = layout_.unsharded_numel};
-  for (const auto i : layout_.order) {
-    const auto& part = layout_.parts[i];
-    const auto units =
-        c10::elementSize(gather_dtype(*params_[i])) / c10::elementSize(layout_.gather_dtype);
-    plan.parts.push_back(
-        {.in = part.gathered.offset,
-         .out = part.unsharded_offset,
-         .numel = part.gathered.numel,
-         .whole =
-             c10::multiply_integers(params_[i]->geometry().sizes) * static_cast<int64_t>(units)});
+  if (changed) {
+    drop_gather(); // of shards that were replaced since
   }
-  return std::make_shared<GatherPlan>(std::move(plan));
+  record_event(EventLog::Kind::Unshard, name_, training_state(purpose));
+  const bool for_backward =
+      purpose == UnshardFor::Backward || purpose == UnshardFor::BackwardPrefetch;
+  if (unshard_in_backward || !for_backward) {
+    start_gather(purpose);
+  }
 }
 
-bool FSDPParamGroup::was_changed() const {
-  for (size_t i = 0; i < params_.size(); ++i) {
-    if (params_[i]->was_replaced() || extended_[i] != (params_[i]->extension != nullptr)) {
-      return true;
-    }
+void FSDPParamGroup::start_gather(UnshardFor purpose) {
+  const Range range("all_gather", label_);
+  const CollectiveLabel collective(name_);
+  const bool by_user = purpose == UnshardFor::User || purpose == UnshardFor::UserAsync;
+  const bool in_backward = training_state(purpose) == TrainingState::PreBackward;
+  const auto streams = comm->gather_streams(flat_.device(), /*own=*/!by_user);
+  if (state_ == ParamsState::Divided && in_backward) {
+    gather_ = flat_.start_neighbour_gather(*all_gather_, streams);
+  } else {
+    lazy_init();
+    // A forward wants the shards as they are now, not what is left of an earlier gather.
+    to_sharded(/*overlap_next_gather=*/purpose == UnshardFor::Forward);
+    gather_ = flat_.start_gather(all_gather_, streams);
   }
-  return false;
+  enter(ParamsState::Gathering);
+  gathered_for_ = purpose;
+  if (!flat_.alone()) {
+    comm->gather_issued(static_cast<int64_t>(gather_->buffer.nbytes()));
+  }
 }
 
-void FSDPParamGroup::lazy_init() {
-  if (offload_) {
-    check_host_memory();
+void FSDPParamGroup::wait_for_unshard(UnshardFor purpose) {
+  if (state_ == ParamsState::Kept) {
+    enter(ParamsState::Unsharded);
+    flat_.show(Face::Unsharded);
+    return;
   }
-  std::vector<std::string> on_meta;
-  for (const auto& param : params_) {
-    if (param->tensor().is_meta()) {
-      on_meta.push_back(param->name());
-    }
+  if (state_ == ParamsState::Gathering && was_changed()) {
+    unshard(purpose); // again, with the shards that were put there since
   }
-  TORCH_CHECK(
-      on_meta.empty(),
-      "[fully_shard] parameters should be materialized from meta device before training, but "
-      "these were still on meta device: ",
-      join(on_meta), "; give them memory (fsdp::to_empty) and values first");
-  const auto device = params_.front()->tensor().device();
-  TORCH_CHECK_VALUE(
-      offload_ || device.type() == compute_device_.type(), "[fully_shard] parameter '",
-      params_.front()->name(), "' is on ", device, ", but the mesh is of ",
-      c10::DeviceTypeName(compute_device_.type(), /*lower_case=*/true),
-      "; move the module there, or shard it over a mesh of its device");
+  if (state_ != ParamsState::Gathering) {
+    return;
+  }
+  const bool forward = purpose == UnshardFor::Forward;
+  if (forward) {
+    comm->release_parked();
+  }
+  const Range range("all_gather_copy_out", label_);
+  const auto current = optional_current_stream(flat_.device());
+  try {
+    gather_->wait(current);
+    flat_.take(*gather_);
+  } catch (...) { // of the collective or an extension: the next unshard begins anew
+    reset();
+    throw;
+  }
+  enter(ParamsState::Unsharded);
+  flat_.show(Face::Unsharded);
+  auto gathered = *std::exchange(gather_, std::nullopt);
+  flat_.drop_payloads();
+  if (gathered.placed && gathered.input.is_same(flat_.shard())) {
+    return; // all of its memory stays in use
+  }
+  auto copied_out = StreamEvent::of(current);
+  if (forward && has_streams(flat_.device())) {
+    comm->park(std::move(gathered), std::move(copied_out));
+  } else {
+    comm->gather_after(copied_out);
+  }
+}
+
+void FSDPParamGroup::reshard(ReshardAfter when) {
+  const bool forward = when == ReshardAfter::Forward;
+  if (forward && ranks_after_forward_ == 0) {
+    return;
+  }
+  record_event(EventLog::Kind::Reshard, name_, training_state(when));
+  if (when == ReshardAfter::User) {
+    wait_for_host_copies(); // the user may write to the shards now
+  }
   if (was_changed()) {
-    to_sharded(); // adopts
-  }
-  if (from_first_replica_) {
-    take_first_replica();
-  }
-}
-
-void FSDPParamGroup::check_host_memory() const {
-  std::vector<std::string> elsewhere;
-  for (const auto& param : params_) {
-    const auto device = param->face() == Face::Sharded ? param->tensor().device() : at::kCPU;
-    if (!device.is_cpu() && !device.is_meta()) {
-      elsewhere.push_back(c10::str(param->name(), " (", device, ")"));
+    discard_gather();
+    to_sharded(forward);
+  } else if (state_ == ParamsState::Gathering) {
+    return; // somebody will wait for it, and reshard then
+  } else if (forward && ranks_after_forward_ < size()) {
+    if (state_ == ParamsState::Unsharded) {
+      flat_.divide();
+      flat_.show(Face::Sharded);
+      free_whole(forward);
+      enter(ParamsState::Divided);
     }
+  } else {
+    to_sharded(forward);
   }
-  TORCH_CHECK(
-      elsewhere.empty(),
-      "[fully_shard] parameters should be materialized on CPU when enabling CPU offloading, but "
-      "these were moved elsewhere: ",
-      join(elsewhere), "; do not move the module after fully_shard, or to_empty it on the CPU");
 }
 
-void FSDPParamGroup::log_layout() const {
-  if (group_.rank() != 0) {
-    return; // the others' is the same
+/// Frees the whole parameters, and adopts shards that were replaced. No gather is under way.
+void FSDPParamGroup::to_sharded(bool overlap_next_gather) {
+  flat_.show(Face::Sharded);
+  flat_.drop_divided();
+  free_whole(overlap_next_gather);
+  enter(ParamsState::Sharded);
+  if (was_changed()) {
+    flat_.build();
+    comm->gather_after(StreamEvent::of(optional_current_stream(flat_.device())));
   }
-  int64_t numel = 0;
-  int64_t bytes = 0; // of the whole parameters
-  int64_t padded_bytes = 0;
-  std::set<std::string> dtypes;
-  for (const auto& param : params_) {
-    const auto size = static_cast<int64_t>(c10::elementSize(gather_dtype(*param)));
-    const auto whole = c10::multiply_integers(param->geometry().sizes);
-    numel += whole;
-    bytes += whole * size;
-    padded_bytes += param->geometry().gathered_numel() * size;
-    dtypes.insert(c10::toString(param->dtype()));
-  }
-  const auto name_of = [](const auto& dtype) { return dtype ? c10::toString(*dtype) : "same"; };
-  log(LogLevel::Info,
-      c10::str(
-          "group=\"", name_, "\" ranks=", group_.size(), " params=", params_.size(),
-          " numel=", numel, " dtype=", join(dtypes, "+"), " param_dtype=", name_of(param_dtype_),
-          " reduce_dtype=", name_of(reduce_dtype), " shard_bytes=", shard_.nbytes(),
-          " gathered_bytes=", padded_bytes, " padding_bytes=", padded_bytes - bytes,
-          " reshard_after_forward=", post_forward_ranks_, " offload=", offload_ ? "cpu" : "no"));
 }
 
-uint64_t FSDPParamGroup::shard_version() const {
-  uint64_t sum = 0;
-  for (const auto& param : params_) {
-    sum += param->shard_version();
+/// Memory that a gather allocated on its own stream goes back to that stream; see Note [Who keeps
+/// communication buffers alive].
+void FSDPParamGroup::free_whole(bool overlap_next_gather) {
+  auto [memory, stream] = flat_.free_whole();
+  if (stream && stream != optional_current_stream(flat_.device())) {
+    comm->retire(std::move(memory), stream, overlap_next_gather);
   }
-  return sum;
+}
+
+/// Waits for the gather that is under way, and forgets it. The caller goes on to `to_sharded`.
+void FSDPParamGroup::discard_gather() {
+  if (gather_) {
+    const auto current = optional_current_stream(flat_.device());
+    gather_->wait(current);                       // its buffer is being written
+    comm->gather_after(StreamEvent::of(current)); // and goes back to the copy-in stream
+    gather_.reset();
+    flat_.drop_payloads();
+  }
+}
+
+void FSDPParamGroup::drop_gather() {
+  if (state_ == ParamsState::Gathering) {
+    discard_gather();
+    to_sharded();
+  }
+}
+
+// ------------------------------------------------------------ One iteration
+
+void FSDPParamGroup::pre_forward(bool entering) {
+  const Range range("pre_forward", label_);
+  if (entering) {
+    whole_before_forward_ = state_ == ParamsState::Unsharded;
+  }
+  unshard(UnshardFor::Forward);
+  wait_for_unshard(UnshardFor::Forward);
+}
+
+void FSDPParamGroup::post_forward() {
+  const Range range("post_forward", label_);
+  if (at::GradMode::is_enabled() || ranks_after_forward_ == size()) {
+    reshard(ReshardAfter::Forward);
+    return;
+  }
+  // Without a backward nobody reshards later. Whole parameters that were kept would be used after
+  // an optimizer has written to the shards.
+  if (ranks_after_forward_ > 0) {
+    record_event(EventLog::Kind::Reshard, name_, TrainingState::Forward);
+  }
+  if (ranks_after_forward_ > 0 || !whole_before_forward_) {
+    to_sharded(/*overlap_next_gather=*/true);
+  }
+}
+
+void FSDPParamGroup::pre_backward() {
+  const Range range("pre_backward", label_);
+  unshard(UnshardFor::Backward);
+  wait_for_unshard(UnshardFor::Backward);
+}
+
+void FSDPParamGroup::prefetch(UnshardFor purpose) {
+  const Range range(
+      purpose == UnshardFor::ForwardPrefetch ? "forward_prefetch for " : "backward_prefetch for ",
+      name_);
+  unshard(purpose);
+}
+
+void FSDPParamGroup::post_backward() {
+  const Range range("post_backward", label_);
+  if (!reduce_grads) {
+    const Range accumulating("post_backward_accumulate", label_);
+    reducer_->accumulate();
+  }
+  if (reshard_after_backward) {
+    const Range resharding("post_backward_reshard", label_);
+    reshard(ReshardAfter::Backward);
+  } else {
+    keep_whole();
+  }
+  if (reduce_grads) {
+    {
+      const Range waiting("post_backward_rs_wait", label_);
+      comm->reductions.make_room();
+    }
+    const Range reducing("post_backward_reduce", label_);
+    reducer_->start(comm->reductions);
+  }
+  record_event(EventLog::Kind::PostBackward, name_, TrainingState::PostBackward);
+}
+
+/// The modules see shards, and the whole parameters stay in memory.
+void FSDPParamGroup::keep_whole() {
+  if (state_ == ParamsState::Unsharded) {
+    flat_.show(Face::Sharded);
+    enter(ParamsState::Kept);
+  }
+}
+
+void FSDPParamGroup::end_backward(bool is_last) {
+  wait_for_host_copies();
+  if (is_last) {
+    drop_gather();
+  }
+  keep_whole();
+  // After the last backward an optimizer may step, which version counters do not always tell.
+  if (state_ == ParamsState::Kept && is_last && reduce_grads) {
+    enter(ParamsState::Outdated);
+  }
+}
+
+void FSDPParamGroup::drop_unused_prefetch() {
+  if (gathered_for_ == UnshardFor::ForwardPrefetch) {
+    drop_gather();
+  }
+}
+
+void FSDPParamGroup::wait_for_host_copies() {
+  flat_.wait_for_host_copies();
+  reducer_->wait_for_host_copies();
+}
+
+void FSDPParamGroup::reset() {
+  gather_.reset();
+  flat_.drop_payloads();
+  to_sharded();
 }
 
 // ------------------------------------------------------------ Settings
 
-void FSDPParamGroup::set_post_forward_ranks(int ranks) {
-  post_forward_ranks_ = ranks;
-  if (ranks > 0 && ranks < group_.size()) {
-    std::vector<int> neighbours(ranks);
-    std::iota(neighbours.begin(), neighbours.end(), group_.rank() / ranks * ranks);
-    post_forward_group_ = group_.new_group(neighbours);
+void FSDPParamGroup::set_ranks_after_forward(int num_ranks) {
+  ranks_after_forward_ = num_ranks;
+  if (num_ranks > 0 && num_ranks < size()) {
+    flat_.set_neighbours(num_ranks);
   }
 }
 
@@ -334,32 +407,20 @@ void FSDPParamGroup::set_custom(std::shared_ptr<AllGather> comm_object) {
   custom_all_gather_ = true;
 }
 
-void FSDPParamGroup::set_custom(std::shared_ptr<ReduceScatter> comm_object) {
-  reduce_scatter_ = std::move(comm_object);
-  custom_reduce_scatter_ = true;
-}
-
 void FSDPParamGroup::allocate_from_process_group(bool enable) {
   TORCH_CHECK_VALUE(
-      !custom_all_gather_ && !custom_reduce_scatter_,
+      !custom_all_gather_ && !reducer_->is_custom(),
       "[fully_shard] cannot call set_allocate_memory_from_process_group_for_comm() when the ",
       custom_all_gather_ ? "all-gather" : "reduce-scatter", " of group '", name_,
       "' is custom: give the custom one an allocate() of its own");
-  all_gather_ = enable ? process_group_all_gather(group_) : default_all_gather();
-  reduce_scatter_ = enable ? process_group_reduce_scatter(reduce_group_) : default_reduce_scatter();
+  all_gather_ = enable ? process_group_all_gather(flat_.ranks()) : default_all_gather();
+  reducer_->allocate_from_process_group(enable);
 }
 
-void FSDPParamGroup::set_all_reduce_hook(
-    std::function<void(at::Tensor&)> hook, OptionalStream stream) {
-  TORCH_CHECK_VALUE(!stream || !replicate_group_, "stream cannot be set when using native HSDP");
-  all_reduce_hook_ = std::move(hook);
-  all_reduce_hook_stream_ = stream;
-}
-
-void FSDPParamGroup::set_separate_reduce_scatter_group(bool enable) {
-  std::vector<int> all(group_.size());
-  std::iota(all.begin(), all.end(), 0);
-  reduce_group_ = enable && !alone() ? group_.new_group(all, "fsdp_reduce_scatter") : group_;
+void FSDPParamGroup::set_on_grad(const std::function<void()>& on_grad) {
+  for (const auto& param : params()) {
+    param->set_on_grad(on_grad);
+  }
 }
 
 } // namespace fsdp::detail

@@ -103,19 +103,20 @@ void FSDPModule::set_is_last_backward(bool is_last_backward) {
 void FSDPModule::set_requires_gradient_sync(bool requires_gradient_sync, bool recurse) {
   for_each_group(recurse, [&](auto& group) {
     group.reduce_grads = requires_gradient_sync;
-    group.all_reduce_grads = requires_gradient_sync;
+    group.reducer().all_reduce_grads = requires_gradient_sync;
   });
 }
 
 void FSDPModule::set_requires_all_reduce(bool requires_all_reduce, bool recurse) {
-  for_each_group(recurse, [&](auto& group) { group.all_reduce_grads = requires_all_reduce; });
+  for_each_group(
+      recurse, [&](auto& group) { group.reducer().all_reduce_grads = requires_all_reduce; });
 }
 
 void FSDPModule::set_reshard_after_forward(bool reshard_after_forward, bool recurse) {
   for (const auto& state : states(recurse)) {
     state->auto_reshard_after_forward = false;
     for (const auto& group : state->groups()) {
-      group->set_post_forward_ranks(reshard_after_forward ? group->size() : 0);
+      group->set_ranks_after_forward(reshard_after_forward ? group->size() : 0);
     }
   }
 }
@@ -156,15 +157,15 @@ void FSDPModule::set_gradient_divide_factor(double factor) {
   TORCH_CHECK_VALUE(
       factor > 0 && std::isfinite(factor), "[FSDPModule] set_gradient_divide_factor: ", factor,
       " is not positive and finite");
-  for_each_group(false, [&](auto& group) { group.gradient_divide_factor = factor; });
+  for_each_group(false, [&](auto& group) { group.reducer().gradient_divide_factor = factor; });
 }
 
 void FSDPModule::set_force_sum_reduction_for_comms(bool force_sum) {
-  for_each_group(false, [&](auto& group) { group.force_sum_reduction = force_sum; });
+  for_each_group(false, [&](auto& group) { group.reducer().force_sum = force_sum; });
 }
 
 void FSDPModule::set_reduce_scatter_unused_params(bool enable, bool recurse) {
-  for_each_group(recurse, [&](auto& group) { group.reduce_scatter_unused_params = enable; });
+  for_each_group(recurse, [&](auto& group) { group.reducer().reduce_unused_params = enable; });
 }
 
 void FSDPModule::set_reduce_scatter_max_input_buffers(int max_input_buffers, bool recurse) {
@@ -177,7 +178,7 @@ void FSDPModule::set_reduce_scatter_max_input_buffers(int max_input_buffers, boo
 }
 
 void FSDPModule::set_separate_reduce_scatter_group(bool enable, bool recurse) {
-  for_each_group(recurse, [&](auto& group) { group.set_separate_reduce_scatter_group(enable); });
+  for_each_group(recurse, [&](auto& group) { group.reducer().set_separate_group(enable); });
 }
 
 // ------------------------------------------------------------ Communication
@@ -192,14 +193,14 @@ void FSDPModule::set_custom_all_gather(std::shared_ptr<AllGather> comm) {
 void FSDPModule::set_custom_reduce_scatter(std::shared_ptr<ReduceScatter> comm) {
   TORCH_CHECK_VALUE(comm, "[FSDPModule] set_custom_reduce_scatter: a null pointer");
   if (auto* group = only_group(*state(), "set_custom_reduce_scatter")) {
-    group->set_custom(std::move(comm));
+    group->reducer().set_custom(std::move(comm));
   }
 }
 
 void FSDPModule::set_all_reduce_hook(
     std::function<void(at::Tensor&)> hook, std::optional<c10::Stream> stream) {
   if (auto* group = only_group(*state(), "set_all_reduce_hook")) {
-    group->set_all_reduce_hook(std::move(hook), stream);
+    group->reducer().set_all_reduce_hook(std::move(hook), stream);
   }
 }
 
@@ -208,7 +209,7 @@ void FSDPModule::set_allocate_memory_from_process_group_for_comm(bool enable) {
 }
 
 void FSDPModule::set_symm_mem_for_comm(const std::string& backend) {
-  (void)state(); // throws where the module is gone
+  (void)state(); // throws if the module is gone
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, "[fully_shard] symmetric memory (", backend,
       ") is only there for process groups that torch has registered, which these are not; "

@@ -81,7 +81,7 @@ void check_precision(const MixedPrecisionPolicy& policy, const std::string& name
 
 // ------------------------------------------------------------ What is sharded
 
-/// Without those that are inside others of the list.
+/// Returns the modules that are not inside another module of the list, each once.
 std::vector<ModuleRef> outermost(const std::vector<ModuleRef>& modules) {
   std::unordered_set<const torch::nn::Module*> inside;
   for (const auto& module : modules) {
@@ -105,7 +105,7 @@ struct Candidate {
   at::Tensor param;
 };
 
-/// Parameters that nobody has taken, each once however often it is used.
+/// Returns the parameters that are neither managed nor ignored, each once even if it is shared.
 std::vector<Candidate> unmanaged_params(
     const std::vector<ModuleRef>& modules, const FullyShardOptions& options) {
   std::unordered_set<const at::TensorImpl*> taken;
@@ -139,7 +139,7 @@ std::vector<Candidate> unmanaged_params(
   return result;
 }
 
-/// Where a model that is nowhere yet will most likely be.
+/// The device type for a model without memory: the accelerator, or the CPU if there is none.
 c10::DeviceType default_device_type() {
   return detail::accelerator_type().value_or(c10::kCPU);
 }
@@ -153,7 +153,7 @@ DeviceMesh mesh_of(const FullyShardOptions& options, const std::vector<Candidate
       device.is_meta() ? default_device_type() : device.type(), {get_world_size()});
 }
 
-/// In place: whoever holds the tensor sees it there.
+/// Moves the tensor in place, so that all its holders see it there.
 void move_to(const at::Tensor& tensor, c10::Device device) {
   if (tensor.defined() && !tensor.is_meta() && tensor.device() != device) {
     at::NoGradGuard no_grad;
@@ -169,7 +169,7 @@ void move_buffers(const std::vector<ModuleRef>& modules, c10::Device device) {
   }
 }
 
-/// Calls; what it throws says for whom.
+/// Runs `call`. Adds `whom` to an error that it throws.
 template <class F>
 auto on_behalf_of(const std::string& whom, F call) {
   try {
@@ -180,7 +180,8 @@ auto on_behalf_of(const std::string& whom, F call) {
   }
 }
 
-/// Over which `min_shard_numel` replicates; none where it has no effect.
+/// The mesh over which parameters with fewer than `min_shard_numel` elements are replicated. Empty
+/// if this option has no effect.
 std::optional<detail::DataParallelMesh> mesh_of_small_params(
     const detail::DataParallelMesh& mesh, const FullyShardOptions& options) {
   if (options.min_shard_numel <= 0 || !mesh.shard_axis || mesh.shard_group.size() == 1) {
@@ -189,13 +190,13 @@ std::optional<detail::DataParallelMesh> mesh_of_small_params(
   return mesh.undivided();
 }
 
-/// Of the whole parameter, where this rank has a piece of it.
+/// The number of elements of the whole parameter, even if this rank has only a piece of it.
 int64_t whole_numel(const at::Tensor& param) {
   const auto spread = detail::Spread::find(param);
   return spread ? c10::multiply_integers(spread->spec().sizes) : param.numel();
 }
 
-/// One group per mesh, in the order in which these come up.
+/// Makes one group per mesh, in the order in which the parameters use the meshes.
 FSDPState::Groups make_groups(
     const std::vector<Candidate>& params,
     const detail::DataParallelMesh& mesh,
@@ -225,7 +226,7 @@ FSDPState::Groups make_groups(
     return replicas && !over.shard_axis;
   };
   const auto ranks_after_forward = [&](const detail::DataParallelMesh& over) {
-    const auto size = over.shard_group.size(); // one: nothing to divide
+    const auto size = over.shard_group.size(); // 1 for small parameters, which are not divided
     return is_of_small_params(over) ? size : options.reshard_after_forward.ranks(size);
   };
   for (const auto& [over, specs] : by_mesh) { // all checks come before the first change
@@ -250,7 +251,7 @@ FSDPState::Groups make_groups(
         options.mp_policy, options.offload_policy,
         /*from_first_replica=*/is_of_small_params(over)};
     auto group = std::make_shared<FSDPParamGroup>(specs, over, name, policy);
-    group->set_post_forward_ranks(ranks_after_forward(over));
+    group->set_ranks_after_forward(ranks_after_forward(over));
     groups.push_back(std::move(group));
   }
   return groups;
@@ -291,7 +292,7 @@ FSDPModule manage(
                       : detail::DataParallelMesh(device_mesh, dims);
   });
   const auto device = detail::current_device(device_mesh.device_type());
-  (void)options.reshard_after_forward.ranks(mesh.shard_group.size()); // without parameters too
+  (void)options.reshard_after_forward.ranks(mesh.shard_group.size()); // also without parameters
   check_precision(options.mp_policy, name);
   auto groups = make_groups(params, mesh, options, name);
   move_buffers(roots, device);

@@ -19,8 +19,7 @@ uint64_t FSDPState::shard_version() const {
   return sum;
 }
 
-/// What is to be called when a gradient of an output arrives.
-std::function<void()> FSDPState::backward_hook(bool partial) {
+FSDPState::BackwardHook FSDPState::backward_hook(bool partial) {
   if (!at::GradMode::is_enabled()) {
     return [] {};
   }
@@ -49,17 +48,19 @@ void FSDPState::pre_backward(ForwardRecord& record, uint64_t version, bool parti
   } else {
     queue_final_callback();
   }
-  training_state_ = TrainingState::PreBackward;
-  bool begins = false;
-  for (const auto& group : groups_) {
-    begins |= group->pre_backward();
+  if (std::exchange(training_state_, TrainingState::PreBackward) == TrainingState::PreBackward) {
+    return; // another output of the same forward
   }
-  if (begins) {
+  for (const auto& group : groups_) {
+    group->pre_backward();
+  }
+  if (!groups_.empty()) {
     prefetch_for_backward(record);
   }
 }
 
-// In reverse order of the forwards, as backward most likely goes, or as told.
+/// Prefetches the modules that the user named, or else the one whose forward came before: backward
+/// most likely goes in reverse order.
 void FSDPState::prefetch_for_backward(const ForwardRecord& record) {
   std::vector<std::shared_ptr<FSDPParamGroup>> next;
   for (const auto& weak : backward_prefetch) {
@@ -76,14 +77,22 @@ void FSDPState::prefetch_for_backward(const ForwardRecord& record) {
   }
   for (const auto& group : next) {
     if (group) {
-      group->prefetch(TrainingState::PreBackward);
+      group->prefetch(UnshardFor::BackwardPrefetch);
     }
   }
 }
 
 void FSDPState::post_backward() {
+  training_state_ = TrainingState::PostBackward;
   for (auto group = groups_.rbegin(); group != groups_.rend(); ++group) {
     (*group)->post_backward();
+  }
+}
+
+/// A gradient that no hook has announced belongs to a loss of the parameters alone, for example.
+void FSDPState::grad_arrived() {
+  if (training_state_ == TrainingState::Idle) {
+    queue_final_callback();
   }
 }
 
@@ -97,10 +106,10 @@ void FSDPState::queue_final_callback() {
       [context = context_, comm = comm_] { reset_all(*context, *comm, /*drop_grads=*/true); });
 }
 
-// The backward of one of several modules that was called by itself ends for
-// this state alone; the others' is still to come.
+/// The backward of one of several modules that was called by itself ends for this state alone. The
+/// backward of the other states is still to come.
 void FSDPState::queue_partial_callback() {
-  if (context_->final_callback_queued || training_state_ == TrainingState::PreBackward) {
+  if (context_->final_callback_queued || in_backward()) {
     return;
   }
   at_end_of_backward(
@@ -114,19 +123,18 @@ void FSDPState::finish_states(
     const std::vector<std::shared_ptr<FSDPState>>& states, CommContext& comm, bool is_last) {
   for (const auto& state : states) {
     state->yet_to_forward_.clear();
-    state->training_state_ = TrainingState::Idle;
     for (auto it = state->groups_.rbegin(); it != state->groups_.rend(); ++it) {
-      // Inputs that need no gradient, modules that were not used, and gradients
-      // that came after post-backward (a weight used elsewhere too).
+      // Post-backward has not come if the inputs need no gradient, or if the module was not used.
+      // Gradients come after it if a weight is used elsewhere, too.
       auto& group = **it;
-      const bool late = group.reduce_grads && group.has_unsharded_grads();
-      if (group.training_state != TrainingState::PostBackward || late) {
+      const bool late = group.reduce_grads && group.reducer().has_grads();
+      if (state->training_state_ != TrainingState::PostBackward || late) {
         group.post_backward();
       }
     }
+    state->training_state_ = TrainingState::Idle;
   }
-  comm.finish_reduce_scatters(0);
-  comm.finish_all_reduces(0);
+  comm.reductions.finish_all();
   for (const auto& state : states) {
     for (const auto& group : state->groups_) {
       group->end_backward(is_last);
@@ -142,7 +150,7 @@ void FSDPState::finish_backward(StateContext& context, CommContext& comm) {
       states.push_back(std::move(state));
     }
   }
-  // A backward inside a forward leaves that one alone.
+  // A backward inside a forward leaves the modules of that forward alone.
   std::erase_if(states, [](const auto& state) { return !state->running_.empty(); });
   finish_states(states, comm, context.is_last_backward);
   if (context.is_last_backward) {

@@ -19,7 +19,7 @@ ForwardScope::ForwardScope(CallSite site)
   // same while its content changes.
   at::autocast::set_autocast_cache_enabled(false);
   try {
-    site_.state->pre_forward(site_.module);
+    begins_ = site_.state->pre_forward(site_.module);
   } catch (...) {
     site_.state->forward_failed(site_.module);
     at::autocast::set_autocast_cache_enabled(autocast_cache_);
@@ -48,7 +48,7 @@ bool ForwardScope::ended_early() {
 }
 
 void ForwardScope::inputs(const std::vector<at::Tensor*>& tensors) {
-  site_.state->replace_inputs(tensors);
+  site_.state->replace_inputs(tensors, begins_);
 }
 
 void ForwardScope::outputs(const std::vector<at::Tensor*>& tensors) {

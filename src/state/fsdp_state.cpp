@@ -71,22 +71,16 @@ bool FSDPState::is_running(const void* module) const {
   return contains(running_, module);
 }
 
-void FSDPState::pre_forward(const void* module) {
+bool FSDPState::pre_forward(const void* module) {
   running_.push_back(module);
-  if (training_state_ == TrainingState::PreBackward) {
-    // Recomputed in backward, which has gathered; but a backward through
-    // another forward of this module may have freed since, or need nothing.
-    entering_ = false;
-    for (const auto& group : groups_) {
-      group->unshard(/*async_op=*/false, /*for_recomputation=*/true);
-      group->wait_for_unshard();
-    }
-    return;
+  if (in_backward()) {
+    recompute_forward();
+    return false;
   }
   if (!initialized_) {
     lazy_init();
   }
-  entering_ = training_state_ != TrainingState::Forward || !context_->forward_root;
+  const bool begins = training_state_ != TrainingState::Forward || !context_->forward_root;
   training_state_ = TrainingState::Forward;
   if (!context_->forward_root) {
     begin_root_forward();
@@ -95,21 +89,31 @@ void FSDPState::pre_forward(const void* module) {
     yet_to_forward_ = modules_;
   }
   for (const auto& group : groups_) {
-    group->pre_forward(entering_);
+    group->pre_forward(begins);
   }
-  if (entering_) {
+  if (begins) {
     for (const auto& weak : forward_prefetch) {
       if (const auto next = weak.lock()) {
         for (const auto& group : next->groups_) {
-          group->prefetch(TrainingState::Forward);
+          group->prefetch(UnshardFor::ForwardPrefetch);
         }
       }
     }
   }
+  return begins;
 }
 
-// The outermost forward, which need not be the root's: gathers see what the
-// optimizer has written.
+/// Backward has gathered the parameters already. But the backward of another forward of this
+/// module may have freed them since, or may not need them (set_unshard_in_backward).
+void FSDPState::recompute_forward() {
+  for (const auto& group : groups_) {
+    group->unshard(UnshardFor::Recomputation);
+    group->wait_for_unshard(UnshardFor::Recomputation);
+  }
+}
+
+/// Begins the outermost forward, which need not be that of the root. Gathers see what the
+/// optimizer has written.
 void FSDPState::begin_root_forward() {
   const Range range("root_pre_forward");
   context_->forward_root = this;
@@ -129,7 +133,7 @@ bool FSDPState::is_unchecked_root() const {
   return context_->forward_root == this && !context_->forward_checked && running_.size() == 1;
 }
 
-void FSDPState::replace_inputs(const std::vector<at::Tensor*>& tensors) {
+void FSDPState::replace_inputs(const std::vector<at::Tensor*>& tensors, bool begins) {
   if (has_streams(device_) && context_->forward_root == this) {
     const Range range("inputs_to_device");
     for (auto* tensor : tensors) {
@@ -138,12 +142,12 @@ void FSDPState::replace_inputs(const std::vector<at::Tensor*>& tensors) {
       }
     }
   }
-  // Also when backward recomputes: the same dtypes as before.
+  // A recomputation casts them too: it sees the dtypes that the forward has seen.
   if (precision.cast_forward_inputs && precision.param_dtype) {
     const Range range("cast_forward_inputs");
     cast_floating(tensors, *precision.param_dtype);
   }
-  if (entering_ && !groups_.empty()) {
+  if (begins && !groups_.empty()) {
     call_after_gradients(tensors, [weak = weak_from_this()] {
       if (const auto self = weak.lock()) {
         self->post_backward();
@@ -163,8 +167,8 @@ void FSDPState::post_forward(const void* module, const std::vector<at::Tensor*>&
 void FSDPState::end_forward(const void* module, const std::vector<at::Tensor*>& outputs) {
   erase(running_, module);
   check_outputs(outputs);
-  if (training_state_ == TrainingState::PreBackward) {
-    return;
+  if (in_backward()) {
+    return; // recomputed
   }
   const bool is_root = context_->forward_root == this && running_.empty();
   if (modules_.size() > 1) {
@@ -172,48 +176,58 @@ void FSDPState::end_forward(const void* module, const std::vector<at::Tensor*>& 
     erase(yet_to_forward_, module);
     if (!is_new || !yet_to_forward_.empty()) {
       if (is_root) {
-        // One of several modules, called by itself (a loss head in chunks): its
-        // parameters stay until its own backward.
-        yet_to_forward_.clear();
-        context_->forward_root = nullptr;
-        if (at::GradMode::is_enabled()) {
-          call_at_each_gradient(outputs, backward_hook(/*partial=*/true));
-        } else {
-          complete_forward();
-        }
-        comm_->release_retired();
+        end_partial_forward(outputs);
       }
       return;
     }
   }
-  auto hook = complete_forward();
-  call_at_each_gradient(outputs, is_root ? end_root_forward(std::move(hook)) : std::move(hook));
+  if (is_root) {
+    const auto hooks = end_root_forward();
+    call_at_each_gradient(outputs, [hooks] {
+      for (const auto& hook : hooks) {
+        hook();
+      }
+    });
+  } else {
+    call_at_each_gradient(outputs, complete_forward());
+  }
 }
 
-std::function<void()> FSDPState::complete_forward() {
-  const bool recomputed = inside_backward();
-  for (const auto& group : groups_) {
-    if (!recomputed) {
+/// Ends the forward of one of several modules that was called by itself: a loss head in chunks,
+/// for example. Its parameters stay until its own backward.
+void FSDPState::end_partial_forward(const std::vector<at::Tensor*>& outputs) {
+  yet_to_forward_.clear();
+  context_->forward_root = nullptr;
+  if (at::GradMode::is_enabled()) {
+    call_at_each_gradient(outputs, backward_hook(/*partial=*/true));
+  } else {
+    complete_forward();
+  }
+  comm_->release_retired();
+}
+
+/// Ends the forward of this state. Returns the hook for the gradients of its outputs.
+FSDPState::BackwardHook FSDPState::complete_forward() {
+  if (!inside_backward()) { // else recomputed: backward still needs the parameters
+    for (const auto& group : groups_) {
       group->post_forward();
     }
-    group->training_state = TrainingState::Idle;
   }
   training_state_ = TrainingState::Idle;
   return backward_hook(/*partial=*/false);
 }
 
-std::function<void()> FSDPState::end_root_forward(std::function<void()> hook) {
-  // Groups of several modules that did not all run: their backward begins with
-  // that of the whole, for all we know.
+/// Ends the outermost forward. Returns the hooks for the gradients of its outputs.
+FSDPState::BackwardHooks FSDPState::end_root_forward() {
+  BackwardHooks hooks{complete_forward()};
+  // States of several modules that did not all run: as far as anybody knows, their backward begins
+  // with that of the outermost module.
   for (auto weak = context_->states.rbegin(); weak != context_->states.rend(); ++weak) {
     const auto state = weak->lock();
     if (state && state.get() != this && !state->yet_to_forward_.empty() &&
         state->running_.empty()) {
       state->yet_to_forward_.clear();
-      hook = [first = std::move(hook), then = state->complete_forward()] {
-        first();
-        then();
-      };
+      hooks.push_back(state->complete_forward());
     }
   }
   comm_->release_parked();
@@ -221,7 +235,7 @@ std::function<void()> FSDPState::end_root_forward(std::function<void()> hook) {
   context_->forward_root = nullptr;
   context_->forward_checked = true;
   if (inside_backward()) {
-    return hook; // recomputed: backward goes on with what it has
+    return hooks; // recomputed: backward goes on with what it has
   }
   for (const auto& weak : context_->states) {
     const auto state = weak.lock();
@@ -235,12 +249,12 @@ std::function<void()> FSDPState::end_root_forward(std::function<void()> hook) {
       }
     }
   }
-  return hook;
+  return hooks;
 }
 
 void FSDPState::forward_failed(const void* module) {
   erase(running_, module);
-  if (!initialized_ || training_state_ == TrainingState::PreBackward) {
+  if (!initialized_ || in_backward()) {
     return; // the end of backward puts things right
   }
   if (context_->forward_root == this && running_.empty()) {
@@ -252,8 +266,7 @@ void FSDPState::forward_failed(const void* module) {
   training_state_ = TrainingState::Idle;
   yet_to_forward_.clear();
   for (const auto& group : groups_) {
-    group->training_state = TrainingState::Idle;
-    group->reshard();
+    group->reshard(ReshardAfter::User);
   }
 }
 
@@ -282,19 +295,20 @@ void FSDPState::check_outputs(const std::vector<at::Tensor*>& outputs) const {
 
 void FSDPState::unshard(bool async_op) {
   for (const auto& group : groups_) {
-    group->unshard(async_op);
+    group->unshard(async_op ? UnshardFor::UserAsync : UnshardFor::User);
   }
 }
 
 void FSDPState::wait_for_unshard() {
   for (const auto& group : groups_) {
-    group->wait_for_unshard();
+    group->wait_for_unshard(UnshardFor::User);
   }
 }
 
 void FSDPState::reshard() {
+  const bool inside_forward = training_state_ == TrainingState::Forward;
   for (const auto& group : groups_) {
-    group->reshard();
+    group->reshard(inside_forward ? ReshardAfter::Forward : ReshardAfter::User);
   }
 }
 
@@ -319,7 +333,7 @@ void FSDPState::reset_all(StateContext& context, CommContext& comm, bool drop_gr
       for (const auto& group : state->groups_) {
         group->reset();
         if (drop_grads) {
-          group->drop_grads();
+          group->reducer().drop_grads();
         }
       }
     }

@@ -73,10 +73,13 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   // ---- Called around the forward of one of the modules
 
   bool is_running(const void* module) const;
-  void pre_forward(const void* module);
+  /// True if this call begins a forward of the state. False if another of its modules has begun
+  /// it, or if backward recomputes it.
+  bool pre_forward(const void* module);
   /// Whether this call is the one to be watched by BypassCheck.
   bool is_unchecked_root() const;
-  void replace_inputs(const std::vector<at::Tensor*>& tensors);
+  /// `begins` is what pre_forward returned. May replace the tensors.
+  void replace_inputs(const std::vector<at::Tensor*>& tensors, bool begins);
   void post_forward(const void* module, const std::vector<at::Tensor*>& outputs);
   void forward_failed(const void* module);
 
@@ -106,6 +109,10 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   std::vector<std::weak_ptr<FSDPState>> backward_prefetch;
 
  private:
+  /// Called when the gradient of an output arrives.
+  using BackwardHook = std::function<void()>;
+  using BackwardHooks = std::vector<BackwardHook>;
+
   // Lazy init
   void lazy_init();
   static std::vector<std::shared_ptr<FSDPState>> states_in(const Subtree& below);
@@ -117,14 +124,21 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
 
   // Forward
   void begin_root_forward();
-  std::function<void()> end_root_forward(std::function<void()> hook);
-  std::function<void()> complete_forward();
+  void recompute_forward();
+  BackwardHooks end_root_forward();
+  void end_partial_forward(const std::vector<at::Tensor*>& outputs);
+  BackwardHook complete_forward();
   void end_forward(const void* module, const std::vector<at::Tensor*>& outputs);
   void check_outputs(const std::vector<at::Tensor*>& outputs) const;
   uint64_t shard_version() const;
 
   // Backward
-  std::function<void()> backward_hook(bool partial);
+  bool in_backward() const {
+    return training_state_ == TrainingState::PreBackward ||
+           training_state_ == TrainingState::PostBackward;
+  }
+  void grad_arrived();
+  BackwardHook backward_hook(bool partial);
   void pre_backward(ForwardRecord& record, uint64_t shard_version, bool partial);
   void prefetch_for_backward(const ForwardRecord& record);
   void post_backward();
@@ -144,7 +158,6 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   std::shared_ptr<StateContext> context_ = std::make_shared<StateContext>();
   std::shared_ptr<CommContext> comm_ = std::make_shared<CommContext>();
   TrainingState training_state_ = TrainingState::Idle;
-  bool entering_ = false;                   // the first module of a forward
   std::vector<const void*> running_;        // inside their forward
   std::vector<const void*> yet_to_forward_; // of several modules
 };

@@ -44,12 +44,13 @@ void FSDPState::lazy_init() {
     state->initialized_ = true;
     for (const auto& group : state->groups_) {
       group->comm = comm_;
-      group->set_on_late_grad([weak = std::weak_ptr(state)] {
+      group->set_on_grad([weak = std::weak_ptr(state)] {
         if (const auto alive = weak.lock()) {
-          alive->queue_final_callback();
+          alive->grad_arrived();
         }
       });
-      comm_->max_input_buffers = std::max(comm_->max_input_buffers, group->max_input_buffers);
+      auto& most = comm_->reductions.max_input_buffers;
+      most = std::max(most, group->max_input_buffers);
     }
   }
   comm_->lazy_init(device_);
@@ -57,7 +58,7 @@ void FSDPState::lazy_init() {
   if (auto_reshard_after_forward) {
     // Its backward begins at once: it would be freed only to be gathered.
     for (const auto& group : groups_) {
-      group->set_post_forward_ranks(0);
+      group->set_ranks_after_forward(0);
     }
   }
   log_groups(states);
@@ -175,8 +176,8 @@ void FSDPState::log_groups(const std::vector<std::shared_ptr<FSDPState>>& states
 }
 
 void FSDPState::share_comm(const FSDPState& first) {
-  first.comm_->max_input_buffers =
-      std::max(first.comm_->max_input_buffers, comm_->max_input_buffers);
+  auto& most = first.comm_->reductions.max_input_buffers;
+  most = std::max(most, comm_->reductions.max_input_buffers);
   for (const auto& state : states_below()) {
     state->comm_ = first.comm_;
     for (const auto& group : state->groups_) {

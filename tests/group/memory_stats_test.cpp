@@ -83,6 +83,7 @@ TEST(MemoryStats, EveryMomentOfAnIteration) {
 
       auto loss = net(random_batch(0, {4, kDim})).sum();
       for (const auto* probe : {net->first.get(), net->second.get()}) {
+        SCOPED_TRACE(probe == net->first.get() ? "first" : "second");
         const auto& inside = probe->in_forward;
         EXPECT_EQ(inside.shards, 2 * kShard);
         expect_gathered(inside, 1);

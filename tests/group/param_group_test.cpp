@@ -47,13 +47,13 @@ struct Made {
   /// What a backward ends with.
   void reduce_grads() {
     group->post_backward();
-    group->comm->finish_reduce_scatters(0);
+    group->comm->reductions.finish_all();
     group->end_backward(/*is_last=*/true);
   }
 
   void unshard() {
-    group->unshard();
-    group->wait_for_unshard();
+    group->unshard(UnshardFor::User);
+    group->wait_for_unshard(UnshardFor::User);
   }
 
   torch::Tensor shard_of(size_t i, const torch::Tensor& full) {
@@ -89,9 +89,9 @@ TEST_P(ParamGroup, GathersWhatItSharded) {
       made.unshard();
       EXPECT_TRUE(made.group->is_unsharded());
       made.expect_unsharded();
-      made.group->unshard(); // no-op
-      made.group->reshard();
-      made.group->reshard();
+      made.group->unshard(UnshardFor::User); // no-op
+      made.group->reshard(ReshardAfter::User);
+      made.group->reshard(ReshardAfter::User);
       EXPECT_FALSE(made.group->is_unsharded());
       made.expect_sharded();
     }
@@ -106,12 +106,12 @@ TEST_P(ParamGroup, GathersAmongNeighboursWhatForwardLeftThere) {
   }
   run_ranks(n, [&](int) {
     Made made(kManySizes);
-    made.group->set_post_forward_ranks(ranks);
+    made.group->set_ranks_after_forward(ranks);
     for (int round = 0; round < 2; ++round) {
       made.group->pre_forward();
       made.expect_unsharded();
       made.group->post_forward();
-      EXPECT_EQ(made.group->sharded_state(), ShardedState::ShardedPostForward);
+      EXPECT_EQ(made.group->state(), ParamsState::Divided);
       made.expect_sharded();
       CommDebugMode comm;
       made.group->pre_backward();
@@ -128,8 +128,9 @@ TEST_P(ParamGroup, ReducesGradientsToTheirShards) {
   const int n = GetParam();
   run_ranks(n, [&](int rank) {
     for (const auto reduce_dtype : {torch::kFloat, torch::kHalf}) {
+      SCOPED_TRACE_OF(reduce_dtype);
       Made made(kManySizes);
-      made.group->reduce_dtype = reduce_dtype;
+      made.group->reducer().reduce_dtype = reduce_dtype;
       made.unshard();
       torch::Tensor loss = torch::zeros({});
       for (const auto& param : made.params) {
@@ -171,7 +172,7 @@ void train_and_compare(
   for (int step = 0; step < 5; ++step) {
     made.unshard();
     auto loss = loss_of(made.params, 100 * step + get_rank());
-    made.group->reshard(); // after forward
+    made.group->reshard(ReshardAfter::User); // after forward
     made.unshard();        // for backward
     loss.backward();
     made.reduce_grads();
@@ -243,7 +244,7 @@ TEST(ParamGroup, AccumulatesUntilReduced) {
     for (int microbatch = 0; microbatch < 3; ++microbatch) {
       made.unshard();
       (made.params[0] * 2).sum().backward();
-      made.group->reshard(); // without communication: the gradient stays
+      made.group->reshard(ReshardAfter::User); // without communication: the gradient stays
     }
     made.reduce_grads();
     EXPECT_SAME(made.params[0].grad(), torch::full_like(made.params[0].grad(), 6.0));
@@ -274,10 +275,11 @@ TEST(ParamGroup, DividesAsAsked) {
       for (const auto reduce_dtype : {torch::kFloat, torch::kHalf, torch::kBFloat16}) {
         for (const bool force_sum : {false, true}) {
           for (const std::optional<double> factor : {std::optional<double>(), {2.0}, {8.0}}) {
+            SCOPED_TRACE_OF(reduce_dtype, force_sum, factor);
             Made made({{4, 2}});
-            made.group->reduce_dtype = reduce_dtype;
-            made.group->force_sum_reduction = force_sum;
-            made.group->gradient_divide_factor = factor;
+            made.group->reducer().reduce_dtype = reduce_dtype;
+            made.group->reducer().force_sum = force_sum;
+            made.group->reducer().gradient_divide_factor = factor;
             made.unshard();
             (made.params[0] * 8).sum().backward();
             made.reduce_grads();
@@ -296,7 +298,7 @@ TEST(ParamGroup, FreesTheWholeAndSaysSoWhenTouched) {
     made.unshard();
     const auto alias = made.params[0].detach();
     EXPECT_EQ(alias.sizes(), (std::vector<int64_t>{4, 2}));
-    made.group->reshard();
+    made.group->reshard(ReshardAfter::User);
     EXPECT_EQ(alias.storage().nbytes(), 0u);
 #if TORCH_VERSION_MINOR >= 13
     EXPECT_TRUE(contains(
@@ -313,6 +315,62 @@ TEST(ParamGroup, AloneItNeedsNoSecondCopy) {
     EXPECT_EQ(made.params[0].storage().unsafeGetStorageImpl(), storage);
     made.expect_unsharded();
   });
+}
+
+TEST(ParamGroup, KeptParametersStayOutdatedUntilTheyAreGathered) {
+  run_ranks(2, [](int) {
+    Made made({{4, 2}});
+    made.group->reshard_after_backward = false;
+    made.unshard();
+    made.params[0].sum().backward();
+    made.reduce_grads();
+    EXPECT_EQ(made.group->state(), ParamsState::Outdated);
+    {
+      torch::NoGradGuard no_grad;
+      made.params[0].mul_(2); // an optimizer's step
+      made.whole[0].mul_(2);
+    }
+    made.group->end_backward(/*is_last=*/false); // of a microbatch that did not use the group
+    EXPECT_EQ(made.group->state(), ParamsState::Outdated);
+    made.group->pre_forward();
+    made.expect_unsharded();
+  });
+}
+
+TEST(ParamGroup, ReshardLeavesAGatherAmongNeighboursAlone) {
+  run_ranks(4, [](int) {
+    Made made(kManySizes);
+    made.group->set_ranks_after_forward(2);
+    made.group->pre_forward();
+    made.group->post_forward();
+    made.group->prefetch(UnshardFor::BackwardPrefetch);
+    made.group->reshard(ReshardAfter::User);
+    EXPECT_EQ(made.group->state(), ParamsState::Gathering);
+    made.expect_sharded();
+    made.group->pre_backward();
+    made.expect_unsharded();
+    made.reduce_grads();
+    made.expect_sharded();
+  });
+}
+
+TEST(ParamsState, ChangesAlongTheArrowsOnly) {
+  using enum ParamsState;
+  const std::vector<ParamsState> states{Sharded, Gathering, Unsharded, Kept, Outdated, Divided};
+  const std::set<std::pair<ParamsState, ParamsState>> arrows{
+      {Sharded, Gathering}, {Divided, Gathering}, {Gathering, Unsharded}, {Kept, Unsharded},
+      {Unsharded, Kept},    {Kept, Outdated},     {Unsharded, Divided}};
+  for (const auto from : states) {
+    for (const auto to : states) {
+      SCOPED_TRACE(std::string(to_string(from)) + " to " + to_string(to));
+      const auto change = [&] { check_transition(from, to, "layers.3"); };
+      if (to == Sharded || arrows.contains({from, to})) {
+        change();
+      } else {
+        EXPECT_TRUE(contains(message_of<c10::Error>(change), "group 'layers.3' cannot become"));
+      }
+    }
+  }
 }
 
 TEST(ParamGroup, RefusesWithNames) {

@@ -83,6 +83,7 @@ Json two_steps() {
 TEST(Trace, HasModulesCollectivesAndStepsOfEveryRank) {
   const auto trace = two_steps();
   for (const int rank : {0, 1}) {
+    SCOPED_TRACE_OF(rank);
     EXPECT_EQ(names(slices(trace, "step", rank)), (std::multiset<std::string>{"step 1", "step 2"}));
     for (const auto* category : {"forward", "backward"}) {
       const auto found = names(slices(trace, category, rank));

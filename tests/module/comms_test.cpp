@@ -16,6 +16,7 @@ using namespace test;
 TEST(Training, DivideFactorsAreOfOneModuleAlone) {
   run_ranks(4, [](int) {
     for (const double factor : {8.0, 4.0}) {
+      SCOPED_TRACE_OF(factor);
       auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0, .weight_tying = false});
       auto reference = seeded<Transformer>(ModelArgs{.dropout_p = 0, .weight_tying = false});
       shard_transformer(net, {.reshard_after_forward = false});
@@ -64,6 +65,7 @@ struct RecordingReduceScatter : ReduceScatter {
 TEST(Training, ForcedSumsGoOverTheWireAsSums) {
   run_ranks(2, [](int) {
     for (const bool force_sum : {false, true}) {
+      SCOPED_TRACE_OF(force_sum);
       auto net = seeded<MLP>(6);
       auto reference = seeded<MLP>(6);
       auto root = fully_shard(net);
@@ -84,6 +86,7 @@ TEST(Training, OneRankDividesOnceAndOnlyIfItMust) {
   run_ranks(1, [](int) {
     for (const std::optional<double> factor : {std::optional<double>(), {1.0}, {2.0}}) {
       for (const bool force_sum : {false, true}) {
+        SCOPED_TRACE_OF(factor, force_sum);
         auto net = seeded<Linear>(torch::nn::LinearOptions(8, 4).bias(false));
         auto handle = fully_shard(net);
         if (factor) {
@@ -158,6 +161,7 @@ TEST(Comms, WhatUsersLeaveOfABufferIsChecked) {
       return message_of<c10::ValueError>([&] { net(random_batch(0, {2, 6})).sum().backward(); });
     };
     for (const int64_t at_allocation : {0, 1}) {
+      SCOPED_TRACE_OF(at_allocation);
       const auto comm = std::make_shared<Shortens>();
       comm->at_allocation = at_allocation;
       const auto of_gather =
@@ -208,6 +212,7 @@ TEST(Comms, MemoryOfTheProcessGroupOrACustomCommNotBoth) {
 TEST(Comms, ASeparateGroupForReductionsAndMoreBuffers) {
   run_ranks(4, [](int) {
     for (const int buffers : {1, 2, 3}) {
+      SCOPED_TRACE_OF(buffers);
       auto net = seeded<Transformer>(ModelArgs{.n_layers = 4, .dropout_p = 0});
       auto reference = seeded<Transformer>(ModelArgs{.n_layers = 4, .dropout_p = 0});
       shard_transformer(net);
@@ -220,7 +225,7 @@ TEST(Comms, ASeparateGroupForReductionsAndMoreBuffers) {
       const auto group = [](TransformerBlock& block) {
         return block.get()->fsdp_state->groups().front();
       };
-      EXPECT_EQ(net.get()->fsdp_state->comm().max_input_buffers, static_cast<size_t>(buffers));
+      EXPECT_EQ(net.get()->fsdp_state->comm().reductions.max_input_buffers, static_cast<size_t>(buffers));
       EXPECT_EQ(group(net->blocks[0])->max_input_buffers, static_cast<size_t>(buffers));
       EXPECT_EQ(group(net->blocks[1])->max_input_buffers, 1u);
       std::string gathers, reductions;
@@ -329,6 +334,7 @@ TEST(Extensions, TrainOnWhatWasSent) {
   for (const int n : {1, 2, 8}) {
     run_ranks(n, [](int) {
       for (const bool reshard : {true, false}) {
+        SCOPED_TRACE_OF(reshard);
         auto net = seeded<Stack>(3); // weights (12, 3) and (3, 12): uneven, and empty on 8
         auto reference = seeded<Stack>(3);
         for (auto& mlp : net->mlps) {
@@ -409,6 +415,7 @@ TEST(Comms, OneBufferIsAskedForPerGatherWhateverIsCast) {
   run_ranks(2, [](int) {
     for (const std::optional<torch::Dtype> dtype :
          {std::optional<torch::Dtype>(), std::optional(torch::kBFloat16)}) {
+      SCOPED_TRACE_OF(dtype);
       auto net = seeded<MLP>(4);
       auto root = fully_shard(net, {.mp_policy = {.param_dtype = dtype}});
       const auto comm = std::make_shared<OneBuffer>();

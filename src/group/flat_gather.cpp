@@ -1,0 +1,207 @@
+// How a group's shards become whole parameters.
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <utility>
+
+#include "group/flat_params.h"
+#include "group/flat_views.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+/// Calls a function of an extension. An error that it throws names the parameter.
+template <class F>
+auto in_extension(const char* function, const FSDPParam& param, F call) {
+  try {
+    return call();
+  } catch (c10::Error& error) {
+    error.add_context(c10::str("in ", function, " of '", param.name(), "'"));
+    throw;
+  }
+}
+
+} // namespace
+
+Gathered FlatParams::start_gather(
+    const std::shared_ptr<AllGather>& comm, const GatherStreams& streams) {
+  const bool is_default = comm == default_all_gather();
+  const bool placed = backend_places_ && is_default;
+  at::Tensor buffer;
+  at::Tensor input;
+  {
+    const c10::OptionalStreamGuard on(streams.copy_in);
+    // A gather of the user's own may write to its output before it reads its input.
+    const bool in_place = is_default && !placed && !alone();
+    input = gather_input(in_place ? comm.get() : nullptr, buffer);
+    copied_in_ = StreamEvent::of(offload_ ? streams.copy_in : std::nullopt);
+  }
+  if (alone()) {
+    return {
+        .input = input, .buffer = input, .work = {}, .issued = StreamEvent::of(streams.copy_in)};
+  }
+  return placed ? start_placed_gather(std::move(input), ranks_, plan_, streams)
+                : detail::start_gather(*comm, std::move(input), ranks_, streams, std::move(buffer));
+}
+
+/// Returns what this rank sends: the shard buffer itself, or one copy of it that casts, moves to
+/// the device and makes room for payloads on the way. With an `allocator` the copy is made in
+/// this rank's part of a new `buffer`, into which the gather writes then.
+at::Tensor FlatParams::gather_input(AllGather* allocator, at::Tensor& buffer) {
+  const bool on_device = shard_.device() == device();
+  if (on_device && (layout_.sends_shards() || (alone() && layout_.all_plain()))) {
+    return shard_; // alone it is cast when it is copied out
+  }
+  at::NoGradGuard no_grad;
+  // One transfer, cast where that is quick.
+  const auto shard =
+      on_device || layout_.sends_shards() ? shard_ : shard_.to(device(), /*non_blocking=*/true);
+  const auto payload_numel = make_payloads(shard);
+  const auto numel = layout_.gathered_numel + payload_numel;
+  const auto options = at::TensorOptions().device(device()).dtype(layout_.gather_dtype);
+  at::Tensor input;
+  constexpr int64_t kAlignment = 16; // so that a part can be seen as any dtype
+  if (allocator && numel * static_cast<int64_t>(options.dtype().itemsize()) % kAlignment == 0) {
+    buffer = allocator->allocate({numel * ranks_.size()}, options);
+    input = buffer.narrow(0, ranks_.rank() * numel, numel);
+  } else {
+    input = at::empty({numel}, options);
+  }
+  for (const auto& run : layout_.runs) {
+    auto to = typed_view(input, run.gathered.offset, run.gathered.numel, run.gather_dtype);
+    to.copy_(
+        typed_view(shard, run.shard.offset, run.shard.numel, run.dtype), /*non_blocking=*/true);
+  }
+  auto offset = layout_.gathered_numel;
+  for (const auto& sent : payloads_) {
+    for (const auto& tensor : sent.payload.tensors) {
+      const auto bytes = static_cast<int64_t>(tensor.nbytes());
+      input.narrow(0, offset, bytes).copy_(tensor.view(-1).view(at::kByte), /*non_blocking=*/true);
+      offset += bytes;
+    }
+  }
+  return input;
+}
+
+/// Lets the extensions make what they send; returns its bytes.
+int64_t FlatParams::make_payloads(const at::Tensor& shard) {
+  std::vector<Payload> payloads;
+  int64_t bytes = 0;
+  for (size_t k = layout_.num_plain; k < params_.size(); ++k) {
+    auto& param = *params_[layout_.order[k]];
+    const auto& part = layout_.parts[layout_.order[k]].shard;
+    auto payload = in_extension("pre_all_gather", param, [&] {
+      return param.extension->pre_all_gather(
+          typed_view(shard, part.offset, part.numel, param.dtype())
+              .view(param.geometry().padded_sizes),
+          param.gather_info());
+    });
+    TORCH_CHECK_VALUE(
+        !payload.tensors.empty(), "[fully_shard] the all-gather extension of '", param.name(),
+        "' sends no tensor");
+    for (auto& tensor : payload.tensors) {
+      TORCH_CHECK_VALUE(
+          tensor.defined(), "[fully_shard] the all-gather extension of '", param.name(),
+          "' sends an undefined tensor");
+      tensor = tensor.dim() == 0 ? tensor.view({1}) : tensor.contiguous();
+      bytes += static_cast<int64_t>(tensor.nbytes());
+    }
+    payloads.push_back({&param, param.extension, std::move(payload)});
+  }
+  payloads_ = std::move(payloads);
+  return bytes;
+}
+
+void FlatParams::take(Gathered& gathered) {
+  if (gathered.placed) {
+    whole_->adopt(std::exchange(gathered.buffer, at::Tensor()));
+    whole_stream_ = gathered.stream;
+    gathered.work = {}; // it may hold on to the buffer
+  } else if (whole_) {
+    whole_->allocate();
+    copy_out_all(gathered);
+  }
+  divided_ = at::Tensor();
+}
+
+void FlatParams::copy_out_all(const Gathered& gathered) {
+  at::NoGradGuard no_grad;
+  if (divided_.defined()) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd; // as copy_out
+    whole_->tensor().copy_(gathered.buffer);
+    return;
+  }
+  const auto row = gathered.input.numel();
+  if (gathered.buffer.is_same(shard_)) { // alone: one copy that casts
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    for (const auto& param : params_) {
+      param->unsharded().copy_(param->sharded());
+    }
+    return;
+  }
+  if (plan_ && device().is_cpu()) {
+    copy_out(gathered.buffer, *plan_, whole_->tensor());
+    return;
+  }
+  auto targets = gather_targets_;
+  auto numels = gather_numels_;
+  targets.resize(layout_.num_plain);
+  for (const auto& [param, extension, payload] : payloads_) {
+    for (const auto& tensor : payload.tensors) {
+      numels.push_back(static_cast<int64_t>(tensor.nbytes()));
+      targets.emplace_back();
+    }
+  }
+  for (size_t k = 0; k < targets.size(); ++k) {
+    if (!targets[k].defined()) {
+      // No run of the whole (another dim than 0, or packed): by way of a copy.
+      targets[k] = at::empty({ranks_.size(), numels[k]}, gathered.buffer.options());
+    }
+  }
+  if (row > 0) {
+    copy_out(gathered.buffer, numels, row, targets);
+  }
+  for (size_t k = 0; k < layout_.num_plain; ++k) {
+    auto& param = *params_[layout_.order[k]];
+    const auto& geometry = param.geometry();
+    if (geometry.dim != 0) {
+      auto pieces = typed_view(targets[k].view(-1), 0, targets[k].numel(), gather_dtype(param))
+                        .view({ranks_.size(), geometry.padded_numel})
+                        .unbind(0);
+      for (auto& piece : pieces) {
+        piece = piece.view(geometry.shard_sizes); // even, so every rank's are the same
+      }
+      auto whole = param.unsharded().detach();
+      at::cat_out(whole, pieces, geometry.dim);
+    }
+  }
+  copy_out_payloads({targets.begin() + static_cast<int64_t>(layout_.num_plain), targets.end()});
+}
+
+void FlatParams::copy_out_payloads(std::vector<at::Tensor> outputs) {
+  auto next = outputs.begin();
+  for (auto& [param, extension, payload] : payloads_) {
+    std::vector<at::Tensor> received;
+    for (const auto& tensor : payload.tensors) {
+      auto sizes = tensor.sizes().vec();
+      sizes[0] *= ranks_.size();
+      received.push_back((next++)->view(-1).view(tensor.scalar_type()).view(sizes));
+    }
+    const auto& expected = param->unsharded();
+    auto whole = expected.detach();
+    const auto given = whole;
+    in_extension("post_all_gather", *param, [&] {
+      extension->post_all_gather(received, payload.metadata, param->gather_info(), whole);
+      TORCH_CHECK_VALUE(
+          whole.is_same(given) && given.is_alias_of(expected) &&
+              given.storage_offset() == expected.storage_offset() &&
+              given.scalar_type() == expected.scalar_type() && given.sizes() == expected.sizes() &&
+              given.strides() == expected.strides(),
+          "[fully_shard] it has replaced or resized `out`, of sizes ", expected.sizes(),
+          "; fill it in place");
+    });
+  }
+}
+
+} // namespace fsdp::detail

@@ -1,0 +1,341 @@
+// How a group's parameters lie in memory, and how shards become whole parameters.
+#include "group/flat_params.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <numeric>
+#include <set>
+#include <utility>
+
+#include "base/text.h"
+#include "group/flat_views.h"
+#include "param/param_placement.h"
+
+namespace fsdp::detail {
+
+void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh) {
+  const auto spread = Spread::find(spec.param);
+  const auto& group = mesh.shard_group;
+  try {
+    // The pieces of the others too, so that all ranks refuse what one cannot do.
+    std::vector<std::vector<int64_t>> pieces{spec.param.sizes().vec()};
+    if (spread) {
+      pieces = spread->piece_sizes();
+    }
+    for (const auto& sizes : pieces) {
+      (void)shard_geometry(spec.name, sizes, spec.shard_dim, group.size(), group.rank());
+    }
+    (void)placed_over(mesh, spec.shard_dim, spec.param.sizes().vec(), spread.get());
+  } catch (c10::Error& error) {
+    error.add_context(c10::str(
+        "parameter '", spec.name, "', over ", (mesh.whole ? mesh.whole->mesh : mesh.mesh).str()));
+    throw;
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      spec.param.is_contiguous(), "[fully_shard] does not support non-contiguous parameters: '",
+      spec.name, "' has sizes ", spec.param.sizes(), " and strides ", spec.param.strides(),
+      "; call contiguous() on it first");
+}
+
+FlatParams::FlatParams(
+    const std::vector<ParamSpec>& specs,
+    const DataParallelMesh& mesh,
+    const std::string& owner,
+    std::optional<at::ScalarType> param_dtype,
+    const AnyOffloadPolicy& offload)
+    : ranks_(mesh.shard_group),
+      param_dtype_(param_dtype),
+      offload_(
+          std::holds_alternative<CPUOffloadPolicy>(offload)
+              ? std::optional(std::get<CPUOffloadPolicy>(offload))
+              : std::nullopt),
+      compute_device_(current_device(mesh.mesh.device_type())),
+      owner_(owner) {
+  TORCH_CHECK_VALUE(!specs.empty(), "[fully_shard] group '", owner_, "' has no parameters");
+  for (const auto& spec : specs) {
+    check_shardable(spec, mesh);
+    params_.push_back(std::make_unique<FSDPParam>(
+        spec.param, spec.name, mesh,
+        shard_geometry(
+            spec.name, spec.param.sizes().vec(), spec.shard_dim, ranks_.size(), ranks_.rank())));
+  }
+  build();
+}
+
+FlatParams::~FlatParams() {
+  try {
+    abandon_whole();
+  } catch (const std::exception&) { // the device is lost, or the process ends
+  }
+}
+
+/// Lets the memory of whole parameters go with the last view of it, which a graph may hold. The
+/// stream that it was allocated on waits for its uses so far.
+void FlatParams::abandon_whole() {
+  if (const auto stream = std::exchange(whole_stream_, std::nullopt)) {
+    wait_for_stream(stream, current_stream(stream->device()));
+  }
+}
+
+void FlatParams::set_owner(const std::string& owner) {
+  owner_ = owner;
+  if (whole_) {
+    whole_->set_owner(owner);
+  }
+}
+
+void FlatParams::build() {
+  std::vector<LayoutItem> items;
+  extended_.clear();
+  for (const auto& param : params_) {
+    (void)param->shard_values(); // throws before anything is changed
+    TORCH_CHECK_VALUE(
+        param->tensor().device() == params_.front()->tensor().device(), "[fully_shard] group '",
+        owner_, "' has parameters on two devices: '", params_.front()->name(), "' on ",
+        params_.front()->tensor().device(), ", '", param->name(), "' on ",
+        param->tensor().device());
+    extended_.push_back(param->extension != nullptr);
+    items.push_back(
+        {.dtype = param->dtype(),
+         .gather_dtype = gather_dtype(*param),
+         .padded_numel = param->geometry().padded_numel,
+         .extended = extended_.back()});
+  }
+  layout_ = flat_layout(items, ranks_.size());
+  attach_params();
+}
+
+at::ScalarType FlatParams::gather_dtype(const FSDPParam& param) const {
+  return param_dtype_ && at::isFloatingType(param.dtype()) ? *param_dtype_ : param.dtype();
+}
+
+void FlatParams::attach_params() {
+  at::NoGradGuard no_grad;
+  c10::InferenceMode not_inference(false);
+  const auto from = params_.front()->tensor().device();
+  auto options = at::TensorOptions().device(from).dtype(layout_.shard_dtype);
+  auto gathered_options = options.dtype(layout_.gather_dtype);
+  if (offload_ && !from.is_meta()) {
+    gathered_options = gathered_options.device(compute_device_);
+    options = options.device(at::kCPU).pinned_memory(
+        offload_->pin_memory && has_streams(compute_device_));
+  }
+  // Zeros, so that padding is the same on every rank and in every run.
+  const auto shard = at::zeros({layout_.shard_numel}, options);
+  abandon_whole();
+  whole_.reset();
+  divided_ = at::Tensor();
+  if (!alone() || !layout_.sends_shards() || options.device() != gathered_options.device()) {
+    whole_.emplace(layout_.unsharded_numel, gathered_options, owner_);
+  }
+  gather_targets_.assign(params_.size(), {});
+  gather_numels_.clear();
+  for (size_t k = 0; k < params_.size(); ++k) {
+    auto& param = *params_[layout_.order[k]];
+    const auto& part = layout_.parts[layout_.order[k]];
+    const auto& geometry = param.geometry();
+    auto sharded = shaped(
+        typed_view(shard, part.shard.offset, part.shard.numel, param.dtype()),
+        geometry.shard_sizes);
+    auto unsharded = sharded;
+    if (whole_) {
+      const auto numel = part.gathered.numel * ranks_.size();
+      unsharded = shaped(
+          typed_view(whole_->tensor(), part.unsharded_offset, numel, gather_dtype(param)),
+          geometry.sizes);
+      if (geometry.dim == 0) {
+        gather_targets_[k] = whole_->tensor()
+                                 .narrow(0, part.unsharded_offset, numel)
+                                 .view({ranks_.size(), part.gathered.numel});
+      }
+    }
+    if (k < layout_.num_plain) {
+      gather_numels_.push_back(part.gathered.numel);
+    }
+    param.attach(std::move(sharded), std::move(unsharded));
+  }
+  shard_ = shard; // the old one held the values until here
+  if (whole_) {
+    whole_->free();
+  }
+  plan_ = gather_plan();
+  backend_places_ = plan_ && places_gathers(ranks_, *plan_, gathered_options);
+  if (has_streams(device()) && !backend_places_) {
+    plan_.reset(); // one operator copies out
+  }
+}
+
+std::shared_ptr<const GatherPlan> FlatParams::gather_plan() const {
+  const bool by_rows = std::all_of(
+      params_.begin(), params_.end(), [](const auto& param) { return param->geometry().dim == 0; });
+  // From the host a shard is copied into its place in what an ordinary gather
+  // writes to; for another one it would lie beside that on the device.
+  const bool from_host = offload_ && has_streams(device());
+  if (alone() || from_host || !layout_.all_plain() || !by_rows) {
+    return nullptr;
+  }
+  GatherPlan plan{
+      .parts = {},
+      .ranks = ranks_.size(),
+      .in_numel = layout_.gathered_numel,
+      .out_numel = layout_.unsharded_numel};
+  for (const auto i : layout_.order) {
+    const auto& part = layout_.parts[i];
+    const auto units =
+        c10::elementSize(gather_dtype(*params_[i])) / c10::elementSize(layout_.gather_dtype);
+    plan.parts.push_back(
+        {.in = part.gathered.offset,
+         .out = part.unsharded_offset,
+         .numel = part.gathered.numel,
+         .whole =
+             c10::multiply_integers(params_[i]->geometry().sizes) * static_cast<int64_t>(units)});
+  }
+  return std::make_shared<GatherPlan>(std::move(plan));
+}
+
+bool FlatParams::was_changed() const {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i]->was_replaced() || extended_[i] != (params_[i]->extension != nullptr)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void FlatParams::check_trainable() const {
+  if (offload_) {
+    check_on_host();
+  }
+  std::vector<std::string> on_meta;
+  for (const auto& param : params_) {
+    if (param->tensor().is_meta()) {
+      on_meta.push_back(param->name());
+    }
+  }
+  TORCH_CHECK(
+      on_meta.empty(),
+      "[fully_shard] parameters should be materialized from meta device before training, but "
+      "these were still on meta device: ",
+      join(on_meta), "; give them memory (fsdp::to_empty) and values first");
+  const auto device = params_.front()->tensor().device();
+  TORCH_CHECK_VALUE(
+      offload_ || device.type() == compute_device_.type(), "[fully_shard] parameter '",
+      params_.front()->name(), "' is on ", device, ", but the mesh is of ",
+      c10::DeviceTypeName(compute_device_.type(), /*lower_case=*/true),
+      "; move the module there, or shard it over a mesh of its device");
+}
+
+/// Offloaded shards stay on the host.
+void FlatParams::check_on_host() const {
+  std::vector<std::string> elsewhere;
+  for (const auto& param : params_) {
+    const auto device = param->face() == Face::Sharded ? param->tensor().device() : at::kCPU;
+    if (!device.is_cpu() && !device.is_meta()) {
+      elsewhere.push_back(c10::str(param->name(), " (", device, ")"));
+    }
+  }
+  TORCH_CHECK(
+      elsewhere.empty(),
+      "[fully_shard] parameters should be materialized on CPU when enabling CPU offloading, but "
+      "these were moved elsewhere: ",
+      join(elsewhere), "; do not move the module after fully_shard, or to_empty it on the CPU");
+}
+
+uint64_t FlatParams::shard_version() const {
+  uint64_t sum = 0;
+  for (const auto& param : params_) {
+    sum += param->shard_version();
+  }
+  return sum;
+}
+
+std::string FlatParams::describe() const {
+  int64_t numel = 0;
+  int64_t bytes = 0; // of the whole parameters
+  int64_t padded_bytes = 0;
+  std::set<std::string> dtypes;
+  for (const auto& param : params_) {
+    const auto size = static_cast<int64_t>(c10::elementSize(gather_dtype(*param)));
+    const auto whole = c10::multiply_integers(param->geometry().sizes);
+    numel += whole;
+    bytes += whole * size;
+    padded_bytes += param->geometry().gathered_numel() * size;
+    dtypes.insert(c10::toString(param->dtype()));
+  }
+  return c10::str(
+      "params=", params_.size(), " numel=", numel, " dtype=", join(dtypes, "+"),
+      " param_dtype=", param_dtype_ ? c10::toString(*param_dtype_) : "same",
+      " shard_bytes=", shard_.nbytes(), " gathered_bytes=", padded_bytes,
+      " padding_bytes=", padded_bytes - bytes, " offload=", offload_ ? "cpu" : "no");
+}
+
+FlatParams::Freed FlatParams::free_whole() {
+  if (!whole_ || !whole_->allocated()) {
+    return {};
+  }
+  auto memory = whole_->free();
+  return {std::move(memory), std::exchange(whole_stream_, std::nullopt)};
+}
+
+// ------------------------------------------------------------ Divided over neighbours
+
+void FlatParams::set_neighbours(int num_ranks) {
+  std::vector<int> members(num_ranks);
+  std::iota(members.begin(), members.end(), ranks_.rank() / num_ranks * num_ranks);
+  neighbours_ = ranks_.new_group(members);
+}
+
+void FlatParams::divide() {
+  at::NoGradGuard no_grad;
+  const auto numel = layout_.unsharded_numel / neighbours_.size();
+  divided_ = whole_->tensor().narrow(0, neighbours_.rank() * numel, numel).clone();
+}
+
+Gathered FlatParams::start_neighbour_gather(AllGather& comm, const GatherStreams& streams) {
+  // The current stream has written this rank's part.
+  wait_for_stream(streams.copy_in, optional_current_stream(device()));
+  return detail::start_gather(comm, divided_, neighbours_, streams);
+}
+
+void FlatParams::wait_for_host_copies() {
+  std::exchange(copied_in_, {}).synchronize();
+}
+
+void FlatParams::show(Face face) {
+  if (face == shown_) {
+    return;
+  }
+  for (const auto& param : params_) {
+    if (whole_ && face == Face::Sharded && param->take_unsharded_edit()) {
+      TORCH_WARN(
+          "[fully_shard] parameter '", param->name(),
+          "' was written to while it was unsharded; this is lost. Write to its shard, while it is "
+          "resharded");
+    }
+    param->show(face);
+  }
+  shown_ = face;
+}
+
+void FlatParams::visit_memory(const MemoryVisitor& visit) const {
+  visit(&MemoryStats::shards, shard_);
+  if (whole_ && whole_->allocated()) {
+    visit(&MemoryStats::gathered, whole_->tensor());
+  }
+  visit(&MemoryStats::gathered, divided_);
+  for (const auto& param : params_) {
+    visit(&MemoryStats::shards, param->tensor()); // put there by somebody, and not adopted yet
+    visit(&MemoryStats::gradients, param->unsharded_grad());
+    visit(&MemoryStats::gradients, param->partial_grad);
+    visit(&MemoryStats::gradients, param->tensor().grad());
+  }
+  for (const auto& each : payloads_) {
+    for (const auto& tensor : each.payload.tensors) {
+      visit(&MemoryStats::communication, tensor);
+    }
+  }
+}
+
+} // namespace fsdp::detail

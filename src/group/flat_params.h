@@ -1,0 +1,181 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <fsdp/memory.h>
+#include <fsdp/policy.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "collective/comm.h"
+#include "collective/gather.h"
+#include "group/flat_layout.h"
+#include "param/freeable_buffer.h"
+#include "param/fsdp_param.h"
+
+namespace fsdp::detail {
+
+/// A parameter that a group shall manage: whole, as the user made it.
+struct ParamSpec {
+  at::Tensor param;
+  std::string name;
+  int64_t shard_dim = 0;
+};
+
+/// Throws what making a group of the parameter would throw, before anything is changed.
+void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh);
+
+/// Is told of a tensor, and in which member of MemoryStats it counts.
+using MemoryVisitor = std::function<void(int64_t MemoryStats::*, const at::Tensor&)>;
+
+/// The parameters of one group and their memory: a flat buffer of shards, a flat buffer of whole
+/// parameters that can be freed, and the copies between them. It knows nothing of when: the group
+/// decides that. See Note [Flat layout of a group].
+class FlatParams {
+ public:
+  /// Shards the parameters over `mesh`: each rank keeps its part only. All are on one device.
+  /// Dtypes may differ; then the parameters are gathered as bytes.
+  FlatParams(
+      const std::vector<ParamSpec>& specs,
+      const DataParallelMesh& mesh,
+      const std::string& owner,
+      std::optional<at::ScalarType> param_dtype,
+      const AnyOffloadPolicy& offload);
+  ~FlatParams();
+  FlatParams(const FlatParams&) = delete;
+  FlatParams& operator=(const FlatParams&) = delete;
+
+  const std::vector<std::unique_ptr<FSDPParam>>& params() const {
+    return params_;
+  }
+  /// The ranks that hold the other shards.
+  const ProcessGroup& ranks() const {
+    return ranks_;
+  }
+  /// With one rank there is nothing to communicate.
+  bool alone() const {
+    return ranks_.size() == 1;
+  }
+  /// Where the whole parameters are. Shards may be on the host.
+  c10::Device device() const {
+    return offload_ ? compute_device_ : shard_.device();
+  }
+  /// Where the ranks communicate.
+  c10::Device compute_device() const {
+    return compute_device_;
+  }
+  /// One dimension: this rank's padded shards.
+  const at::Tensor& shard() const {
+    return shard_;
+  }
+  const std::optional<CPUOffloadPolicy>& offload() const {
+    return offload_;
+  }
+  /// The name that an access to freed memory reports.
+  void set_owner(const std::string& owner);
+  /// For the log: parameters, dtypes, bytes and padding.
+  std::string describe() const;
+  /// Calls `visit` for every tensor that may have memory, shards first. A tensor may be undefined,
+  /// and two may share a storage.
+  void visit_memory(const MemoryVisitor& visit) const;
+
+  // ---- Shards
+
+  /// True if somebody put another tensor in the place of a shard (Module::to), or changed how it
+  /// is sent.
+  bool was_changed() const;
+  /// Moves what the parameters hold now into new buffers. The parameters show their shards.
+  void build();
+  /// Throws if a parameter cannot be trained: it is on the meta device, or not where it belongs.
+  void check_trainable() const;
+  /// The sum of the shards' version counters: grows when somebody writes to a shard.
+  uint64_t shard_version() const;
+
+  // ---- Whole parameters
+
+  /// Starts an all-gather of all shards.
+  Gathered start_gather(const std::shared_ptr<AllGather>& comm, const GatherStreams& streams);
+  /// Makes the gathered parameters the whole ones, on the current stream.
+  void take(Gathered& gathered);
+  /// Forgets what extensions sent in the gather that was started last.
+  void drop_payloads() {
+    payloads_.clear();
+  }
+  /// Shows the parameters' shards or the whole parameters. Warns of a write to a whole parameter,
+  /// which is lost when its shard is shown.
+  void show(Face face);
+  /// Freed memory of whole parameters, and the stream that it was allocated on. Both are empty if
+  /// there is nothing that the caller has to keep.
+  struct Freed {
+    at::Tensor memory;
+    OptionalStream stream;
+  };
+  Freed free_whole();
+
+  // ---- Parameters divided over neighbouring ranks
+
+  /// Sets over how many neighbouring ranks `divide` divides the parameters. Collective.
+  void set_neighbours(int num_ranks);
+  /// Keeps this rank's part of the whole parameters, for a gather among its neighbours.
+  void divide();
+  /// Starts an all-gather of the neighbours' parts.
+  Gathered start_neighbour_gather(AllGather& comm, const GatherStreams& streams);
+  void drop_divided() {
+    divided_ = at::Tensor();
+  }
+
+  // ---- Offloaded shards
+
+  /// Waits until the copies of shards to the device have ended: the host may write to the shards.
+  void wait_for_host_copies();
+
+ private:
+  /// What the extension of one parameter sent in the gather that was started last.
+  struct Payload {
+    FSDPParam* param;
+    std::shared_ptr<AllGatherExtension> extension;
+    AllGatherPayload payload;
+  };
+
+  at::ScalarType gather_dtype(const FSDPParam& param) const; // and of compute
+  void check_on_host() const;
+  void attach_params();
+  std::shared_ptr<const GatherPlan> gather_plan() const;
+  void abandon_whole();
+  at::Tensor gather_input(AllGather* allocator, at::Tensor& buffer);
+  int64_t make_payloads(const at::Tensor& shard);
+  void copy_out_all(const Gathered& gathered);
+  void copy_out_payloads(std::vector<at::Tensor> outputs);
+
+  const ProcessGroup ranks_;
+  std::vector<std::unique_ptr<FSDPParam>> params_;
+  const std::optional<at::ScalarType> param_dtype_; // if empty, each parameter's own
+  const std::optional<CPUOffloadPolicy> offload_;
+  const c10::Device compute_device_;
+  std::string owner_;
+  FlatLayout layout_;
+  std::vector<bool> extended_;         // by parameter: whether the layout was made for an extension
+  std::vector<int64_t> gather_numels_; // of the parameters without extension, in layout order
+  // A gather by this plan writes the whole parameters at once. Null if a parameter is sent in
+  // another form or sharded along another dim, or if nobody would use the plan.
+  std::shared_ptr<const GatherPlan> plan_;
+  bool backend_places_ = false; // the process group can gather by the plan
+
+  at::Tensor shard_;
+  std::optional<FreeableBuffer> whole_; // empty if the shard is the whole
+  OptionalStream whole_stream_;         // that a placed gather allocated the memory on
+  // In layout order: views of `whole_` with one row per rank. Undefined for dims other than 0.
+  std::vector<at::Tensor> gather_targets_;
+  std::vector<Payload> payloads_;
+  Face shown_ = Face::Sharded;
+
+  ProcessGroup neighbours_;
+  at::Tensor divided_; // one dimension: this rank's part, between forward and backward
+  StreamEvent copied_in_;
+};
+
+} // namespace fsdp::detail

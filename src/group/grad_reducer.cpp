@@ -1,0 +1,313 @@
+// How a group's gradients become shards of their average over all ranks.
+#include "group/grad_reducer.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "group/flat_views.h"
+#include "process_group/observer.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+/// Calls `visit(param, part)` for the parts of a flat reduced shard.
+template <class Visit>
+void for_each_part(
+    const at::Tensor& flat, const std::vector<FSDPParam*>& params, const Visit& visit) {
+  int64_t offset = 0;
+  for (auto* param : params) {
+    visit(*param, raw_part(flat, offset, param->geometry().shard_sizes));
+    offset += param->geometry().padded_numel;
+  }
+}
+
+/// The dtype of all shards; empty if they differ.
+std::optional<at::ScalarType> common_dtype(const std::vector<FSDPParam*>& params) {
+  const auto dtype = params.front()->dtype();
+  const bool common = std::all_of(
+      params.begin(), params.end(), [&](const auto* param) { return param->dtype() == dtype; });
+  return common ? std::optional(dtype) : std::nullopt;
+}
+
+/// True if somebody reads the reduced gradients, of that dtype, as soon as they arrive: adds them
+/// to others, casts them, or has a hook.
+bool are_read_at_once(const std::vector<FSDPParam*>& params, at::ScalarType dtype) {
+  return std::any_of(params.begin(), params.end(), [&](const auto* param) {
+    return param->tensor().grad().defined() || param->dtype() != dtype ||
+           torch::autograd::impl::post_acc_grad_hooks(param->tensor());
+  });
+}
+
+/// Adds the partial sums of earlier backwards to the reduce-scattered gradients.
+void add_partial_grads(const Reduction& reduction) {
+  const auto& params = reduction.params;
+  if (std::none_of(params.begin(), params.end(), [](const auto* param) {
+        return param->partial_grad.defined();
+      })) {
+    return; // as in most steps: no views of them are made
+  }
+  at::NoGradGuard no_grad;
+  for_each_part(
+      reduction.reducing.output, reduction.params, [](FSDPParam& param, const at::Tensor& part) {
+        if (param.partial_grad.defined()) {
+          part.add_(std::exchange(param.partial_grad, at::Tensor()));
+        }
+      });
+}
+
+void keep_partial_grads(const Reduction& reduction) {
+  for_each_part(reduction.reducing.output, reduction.params, [](FSDPParam& param, at::Tensor part) {
+    param.partial_grad = std::move(part);
+  });
+}
+
+} // namespace
+
+GradReducer::GradReducer(
+    FlatParams& flat,
+    const std::optional<ProcessGroup>& replicas,
+    std::optional<at::ScalarType> reduce_dtype)
+    : reduce_dtype(reduce_dtype), flat_(flat), replicas_(replicas), group_(flat.ranks()) {}
+
+bool GradReducer::has_grads() const {
+  return std::any_of(flat_.params().begin(), flat_.params().end(), [](const auto& param) {
+    return param->unsharded_grad().defined();
+  });
+}
+
+void GradReducer::accumulate() {
+  for (const auto& param : flat_.params()) {
+    param->accumulate_in(wire_dtype(*param));
+  }
+}
+
+void GradReducer::drop_grads() {
+  for (const auto& param : flat_.params()) {
+    param->take_unsharded_grad();
+    param->partial_grad = at::Tensor();
+  }
+}
+
+void GradReducer::wait_for_host_copies() {
+  std::exchange(grads_on_host_, {}).synchronize();
+}
+
+/// The dtype in which the parameter's gradient is reduced. A complex gradient keeps its own.
+at::ScalarType GradReducer::wire_dtype(const FSDPParam& param) const {
+  const auto dtype = param.unsharded().scalar_type();
+  return at::isFloatingType(dtype) ? reduce_dtype.value_or(dtype) : dtype;
+}
+
+bool GradReducer::is_reduced(const FSDPParam& param) const {
+  return param.unsharded_grad().defined() ||
+         (reduce_unused_params && param.tensor().requires_grad()) ||
+         (all_reduce_grads && param.partial_grad.defined());
+}
+
+// ------------------------------------------------------------ Start
+
+void GradReducer::start(ReductionQueue& queue) {
+  std::vector<at::ScalarType> dtypes; // each is reduced by itself
+  for (const auto& param : flat_.params()) {
+    const auto dtype = wire_dtype(*param);
+    if (is_reduced(*param) && std::find(dtypes.begin(), dtypes.end(), dtype) == dtypes.end()) {
+      dtypes.push_back(dtype);
+    }
+  }
+  const CollectiveLabel collective(name_);
+  for (const auto dtype : dtypes) {
+    start(queue, dtype);
+  }
+}
+
+/// Takes the gradients that are reduced in this dtype: fills the parameters of the reduction, and
+/// `inputs`. An unused parameter's gradient is zero.
+Reduction GradReducer::take_grads(at::ScalarType dtype, std::vector<ReduceInput>& inputs) const {
+  Reduction reduction;
+  for (const auto& param : flat_.params()) {
+    if (wire_dtype(*param) != dtype || !is_reduced(*param)) {
+      continue;
+    }
+    auto grad = param->take_unsharded_grad();
+    if (!grad.defined()) {
+      grad = at::zeros(param->geometry().sizes, param->unsharded().options());
+    }
+    reduction.params.push_back(param.get());
+    inputs.push_back({std::move(grad), param->geometry().dim});
+  }
+  return reduction;
+}
+
+void GradReducer::start(ReductionQueue& queue, at::ScalarType dtype) {
+  at::NoGradGuard no_grad;
+  std::vector<ReduceInput> inputs;
+  auto reduction = take_grads(dtype, inputs);
+  if (flat_.alone() && !replicas_ && !all_reduce_hook_) {
+    add_grads_alone(reduction, inputs, dtype);
+    return;
+  }
+  // Some were accumulated in the reduce dtype and others were not.
+  const bool mixed = std::any_of(inputs.begin(), inputs.end(), [&](const auto& input) {
+    return input.grad.scalar_type() != inputs.front().grad.scalar_type();
+  });
+  for (auto& input : inputs) {
+    input.grad = mixed ? input.grad.to(dtype) : input.grad;
+  }
+  reduction.reducer = weak_from_this();
+  reduction.all_reduce = all_reduce_grads;
+  reduction.request = {
+      .group = group_,
+      .reduce_dtype = dtype,
+      .factors = divide_factors(
+          {.reduce_dtype = dtype,
+           .shard_size = flat_.ranks().size(),
+           .replicate_size = replicas_ ? replicas_->size() : 1,
+           .factor = gradient_divide_factor,
+           .force_sum = force_sum}),
+      .stream = queue.reduce_scatter_stream()};
+  reduction.reducing = start_reduce(*reduce_scatter_, inputs, reduction.request);
+  if (finishes_on_stream(reduction)) {
+    const c10::OptionalStreamGuard on(reduction.request.stream);
+    std::exchange(reduction.reducing.work, {}).wait(); // it may hold on to the output
+    finish_grads(reduction);
+    reduction.grads_are_enqueued = true;
+  }
+  queue.add(std::move(reduction));
+}
+
+/// With one rank the gradients are only divided, if the user said so.
+void GradReducer::add_grads_alone(
+    const Reduction& reduction, const std::vector<ReduceInput>& inputs, at::ScalarType dtype) {
+  for (size_t i = 0; i < reduction.params.size(); ++i) {
+    auto grad = inputs[i].grad.to(dtype);
+    if (const double factor = gradient_divide_factor.value_or(1); factor != 1) {
+      grad = grad.div(factor);
+    }
+    reduction.params[i]->add_sharded_grad(grad.to(reduction.params[i]->sharded().options()));
+  }
+}
+
+// ------------------------------------------------------------ Finish
+
+bool GradReducer::finish_reduce_scatter(Reduction& reduction) {
+  const auto compute = optional_current_stream(flat_.device());
+  const auto& scatter = reduction.request.stream;
+  if (!reduction.grads_are_enqueued) {
+    const c10::OptionalStreamGuard on(scatter);
+    std::exchange(reduction.reducing.work, {}).wait();
+    add_partial_grads(reduction);
+    if (replicas_ && !reduction.all_reduce) {
+      keep_partial_grads(reduction);
+    } else if (!replicas_) {
+      call_all_reduce_hook(reduction.reducing.output, scatter);
+      finish_grads(reduction);
+    }
+  }
+  // The input's memory goes back to compute.
+  wait_for_stream(compute, scatter);
+  reduction.reducing.input = at::Tensor();
+  return replicas_ && reduction.all_reduce;
+}
+
+void GradReducer::start_all_reduce(Reduction& reduction, const OptionalStream& stream) {
+  wait_for_stream(stream, reduction.request.stream);
+  const c10::OptionalStreamGuard on(stream);
+  const CollectiveLabel collective(name_);
+  reduction.reducing.work = replicas_->all_reduce_async(
+      reduction.reducing.output, reduction.request.factors.all_reduce_op);
+}
+
+void GradReducer::finish_all_reduce(Reduction& reduction, const OptionalStream& stream) {
+  const auto compute = optional_current_stream(flat_.device());
+  {
+    const c10::OptionalStreamGuard on(stream);
+    std::exchange(reduction.reducing.work, {}).wait();
+    call_all_reduce_hook(reduction.reducing.output, stream);
+    finish_grads(reduction);
+  }
+  // Memory that was allocated on the other stream, and on compute, is free now.
+  wait_for_stream(reduction.request.stream, stream);
+  wait_for_stream(compute, stream);
+}
+
+void GradReducer::call_all_reduce_hook(at::Tensor& flat, const OptionalStream& current) {
+  if (!all_reduce_hook_) {
+    return;
+  }
+  const auto stream = all_reduce_hook_stream_ ? all_reduce_hook_stream_ : current;
+  const auto numel = flat.numel();
+  const auto dtype = flat.scalar_type();
+  wait_for_stream(stream, current);
+  {
+    at::NoGradGuard no_grad;
+    const c10::OptionalStreamGuard on(stream);
+    all_reduce_hook_(flat);
+  }
+  check_flat(flat, numel, dtype, c10::str("the all-reduce hook of '", name_, "'"));
+  wait_for_stream(current, stream);
+}
+
+void GradReducer::finish_grads(Reduction& reduction) {
+  const auto flat = to_shards(finish_reduce(reduction.reducing, reduction.request), reduction);
+  for_each_part(flat, reduction.params, [](FSDPParam& param, const at::Tensor& part) {
+    param.add_sharded_grad(part.scalar_type() == param.dtype() ? part : part.to(param.dtype()));
+  });
+}
+
+/// True if all that is left to do is a copy to the host that the host does not wait for. Then
+/// the reduced gradients need not stay on the device until the reduction is finished.
+bool GradReducer::finishes_on_stream(const Reduction& reduction) const {
+  const auto dtype = common_dtype(reduction.params);
+  return flat_.offload() && flat_.offload()->pin_memory && has_streams(flat_.device()) &&
+         !replicas_ && !all_reduce_hook_ && dtype && !are_read_at_once(reduction.params, *dtype);
+}
+
+/// Returns the reduced gradients in the dtype of the shards, if all have the same one, and in the
+/// memory where shards are.
+at::Tensor GradReducer::to_shards(const at::Tensor& flat, const Reduction& reduction) {
+  at::NoGradGuard no_grad;
+  const auto dtype = common_dtype(reduction.params);
+  const auto cast = dtype ? flat.to(*dtype) : flat;
+  if (cast.device() == flat_.shard().device()) {
+    return cast;
+  }
+  const bool pinned = flat_.offload()->pin_memory;
+  auto on_host = at::empty(cast.sizes(), cast.options().device(at::kCPU).pinned_memory(pinned));
+  // If nobody reads it now, it may arrive as late as the end of backward.
+  const bool used_now = are_read_at_once(reduction.params, cast.scalar_type());
+  on_host.copy_(cast, /*non_blocking=*/pinned && !used_now);
+  grads_on_host_ = StreamEvent::of(optional_current_stream(cast.device()));
+  return on_host;
+}
+
+// ------------------------------------------------------------ Settings
+
+void GradReducer::set_custom(std::shared_ptr<ReduceScatter> comm) {
+  reduce_scatter_ = std::move(comm);
+  is_custom_ = true;
+}
+
+void GradReducer::allocate_from_process_group(bool enable) {
+  reduce_scatter_ = enable ? process_group_reduce_scatter(group_) : default_reduce_scatter();
+}
+
+void GradReducer::set_all_reduce_hook(
+    std::function<void(at::Tensor&)> hook, OptionalStream stream) {
+  TORCH_CHECK_VALUE(!stream || !replicas_, "stream cannot be set when using native HSDP");
+  all_reduce_hook_ = std::move(hook);
+  all_reduce_hook_stream_ = stream;
+}
+
+void GradReducer::set_separate_group(bool enable) {
+  std::vector<int> all(flat_.ranks().size());
+  std::iota(all.begin(), all.end(), 0);
+  group_ = enable && !flat_.alone() ? flat_.ranks().new_group(all, "fsdp_reduce_scatter")
+                                    : flat_.ranks();
+}
+
+} // namespace fsdp::detail

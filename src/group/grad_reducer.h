@@ -1,0 +1,88 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "collective/comm.h"
+#include "group/flat_params.h"
+#include "group/reduction_queue.h"
+
+namespace fsdp::detail {
+
+/// Turns the gradients of a group's whole parameters into gradients of its shards: averages over
+/// all ranks, which are added to the parameters' `.grad`. See Note [Two reductions].
+class GradReducer : public std::enable_shared_from_this<GradReducer> {
+ public:
+  GradReducer(
+      FlatParams& flat,
+      const std::optional<ProcessGroup>& replicas,
+      std::optional<at::ScalarType> reduce_dtype);
+
+  void set_name(const std::string& name) {
+    name_ = name;
+  }
+
+  /// True if backward has left a gradient that is not reduced yet.
+  bool has_grads() const;
+  /// Casts the gradients to the dtype of the reduction: more microbatches add to them in it.
+  void accumulate();
+  /// Starts the reduction of the gradients that backward has left. Collective if there are any.
+  void start(ReductionQueue& queue);
+  void drop_grads();
+  /// Waits until offloaded gradients are on the host.
+  void wait_for_host_copies();
+
+  // ---- Called by the ReductionQueue
+
+  /// Ends the reduce-scatter. True if an all-reduce over the replicas has to follow; else the
+  /// gradients are in place, or kept as partial sums.
+  bool finish_reduce_scatter(Reduction& reduction);
+  void start_all_reduce(Reduction& reduction, const OptionalStream& stream);
+  void finish_all_reduce(Reduction& reduction, const OptionalStream& stream);
+
+  // ---- Settings
+
+  void set_custom(std::shared_ptr<ReduceScatter> comm);
+  bool is_custom() const {
+    return is_custom_;
+  }
+  /// Takes buffers from the memory of the process group.
+  void allocate_from_process_group(bool enable);
+  /// The hook is given the flat reduced gradients, and may reduce them further. It runs on
+  /// `stream` if there is one, which is refused if there are replicas.
+  void set_all_reduce_hook(std::function<void(at::Tensor&)> hook, OptionalStream stream);
+  /// Gives reductions a process group of their own. Collective.
+  void set_separate_group(bool enable);
+
+  bool all_reduce_grads = true; // over replicas
+  bool reduce_unused_params = false;
+  std::optional<double> gradient_divide_factor;
+  bool force_sum = false;
+  std::optional<at::ScalarType> reduce_dtype; // if empty, the gradients' own
+
+ private:
+  at::ScalarType wire_dtype(const FSDPParam& param) const;
+  bool is_reduced(const FSDPParam& param) const;
+  Reduction take_grads(at::ScalarType dtype, std::vector<ReduceInput>& inputs) const;
+  void start(ReductionQueue& queue, at::ScalarType dtype);
+  void add_grads_alone(
+      const Reduction& reduction, const std::vector<ReduceInput>& inputs, at::ScalarType dtype);
+  void call_all_reduce_hook(at::Tensor& flat, const OptionalStream& current);
+  bool finishes_on_stream(const Reduction& reduction) const;
+  void finish_grads(Reduction& reduction);
+  at::Tensor to_shards(const at::Tensor& flat, const Reduction& reduction);
+
+  FlatParams& flat_;
+  const std::optional<ProcessGroup> replicas_;
+  std::string name_;
+  ProcessGroup group_; // of the reduce-scatters
+  std::shared_ptr<ReduceScatter> reduce_scatter_ = default_reduce_scatter();
+  bool is_custom_ = false;
+  std::function<void(at::Tensor&)> all_reduce_hook_;
+  OptionalStream all_reduce_hook_stream_;
+  StreamEvent grads_on_host_;
+};
+
+} // namespace fsdp::detail

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace fsdp::detail {
+
+// Note [The life of a group]
+//
+//              unshard                 wait_for_unshard
+//   Sharded ---------------> Gathering ------------------> Unsharded
+//                                ^                          |  |  ^
+//                                | unshard in backward      |  |  | wait_for_unshard
+//                                |                          |  v  |
+//                             Divided <---------------------+  Kept
+//                                      reshard after forward,   |
+//                                      over k ranks             | the last backward ends
+//                                                               v
+//                                                            Outdated
+//
+// Every state also goes back to Sharded: by reshard, by an unshard that needs the shards as they
+// are now, after an error, and when somebody replaced a shard.
+//
+//   Sharded     Each rank has its shard.
+//   Gathering   An all-gather is under way. The parameters show their shards.
+//   Unsharded   The whole parameters are in memory, and the modules see them.
+//   Kept        The whole parameters are in memory, for the next microbatch, and the modules see
+//               shards: backward ended, and reshard_after_backward is off.
+//   Outdated    As Kept, but an optimizer may have written to the shards since.
+//   Divided     After a forward with reshard_after_forward = k: the whole parameters are divided
+//               over k neighbouring ranks. A gather for backward takes place among these ranks.
+enum class ParamsState : std::uint8_t { Sharded, Gathering, Unsharded, Kept, Outdated, Divided };
+
+const char* to_string(ParamsState state);
+
+/// Throws unless the drawing has an arrow between the states.
+void check_transition(ParamsState from, ParamsState to, const std::string& group);
+
+} // namespace fsdp::detail
