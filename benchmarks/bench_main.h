@@ -6,7 +6,8 @@
 
 namespace bench {
 
-/// The main of a benchmark: what `run` throws is said in a line, with exit code 2.
+/// The main function of a benchmark. If `run` throws a c10::Error, prints its message
+/// in a line and returns 2.
 inline int bench_main(const char* name, int (*run)(int, char**), int argc, char** argv) {
   try {
     return run(argc, argv);

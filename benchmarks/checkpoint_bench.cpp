@@ -1,18 +1,20 @@
-// `./fsdp bench checkpoint`: saving and loading, ours next to torch.distributed.checkpoint
-// (DCP), in one run: the same sharded model, the same number of processes, the same folder.
-// In every round both sides save, load and save asynchronously, in turn; who is first
-// changes with the round.
+// `./fsdp bench checkpoint` compares our saving and loading with torch.distributed.checkpoint
+// (DCP) in one run: the same sharded model, the same number of processes, the same folder.
+// In every round both sides save, load and save asynchronously, in turn. The side that
+// begins changes with the round.
 //
-// Both sync their files before they are done (DCP by default), save into a folder that is
-// not there yet, and load what they just saved, so from the page cache. The slowest rank
-// counts. Before each measurement nothing waits to be written, and what is loaded is checked.
+// Both sides sync their files at the end of a save (DCP does by default) and save into a folder
+// that does not exist yet. Both load what they have just saved, so they read from the page
+// cache. The slowest rank counts. The disk is synced before each measurement, and loaded values
+// are checked.
 //
-// async    until async_save returns: what training waits for
-// compute beside async: each rank goes on with matrix products until the checkpoint is there;
-//          their time, of what they take alone. Where ranks use all cores, saving needs some.
-// GiB/s    until the checkpoint is there
-// memory   the most that a rank was resident during the call, beyond what it was before; for
-//          async_save, which keeps its host memory for the next one, beyond the model
+// async    time until async_save returns, for which training waits
+// compute beside async: each rank computes matrix products until the checkpoint is complete.
+//          The figure is their time / their time without a save. If the ranks use all cores,
+//          the save takes some of that time.
+// GiB/s    measured until the checkpoint is complete
+// memory   the most resident memory of a rank during the call, beyond that before the call.
+//          async_save keeps host memory for the next save, so there: beyond that of the model
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -52,7 +54,7 @@ struct Options {
   }
 };
 
-/// Processes that wait for commands on stdin, and answer each with a line.
+/// The ranks of one side: processes that read commands and answer each with a line.
 class Side {
  public:
   Side(std::vector<std::string> words, const Options& options, const std::string& rendezvous)
@@ -92,7 +94,7 @@ class Side {
   const std::string& torch_version() const {
     return torch_;
   }
-  /// Bytes of the parameters on the rank that has most of them.
+  /// Bytes of the parameters on the rank that has the most.
   int64_t shard_bytes() const {
     return shard_bytes_;
   }
@@ -130,7 +132,7 @@ class Side {
   int64_t model_bytes_ = 0; // of all ranks
 };
 
-/// A new folder that goes with this object.
+/// A new folder that the destructor removes.
 class TemporaryFolder {
  public:
   explicit TemporaryFolder(const std::string& parent) : path_(parent + "/bench_checkpoint_XXXXXX") {
@@ -148,7 +150,7 @@ class TemporaryFolder {
   std::string operator/(const std::string& name) const {
     return path_ + "/" + name;
   }
-  /// By rm: one supported torch exports its own, broken parts of std::filesystem.
+  /// Uses rm, because a supported version of torch exports broken parts of std::filesystem.
   void remove(const std::string& name) const {
     (void)!std::system(("rm -rf '" + path_ + "/" + name + "'").c_str());
   }

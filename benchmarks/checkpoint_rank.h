@@ -17,15 +17,15 @@ namespace bench {
 
 inline constexpr int64_t kWidth = 1024;
 
-/// Of one command, the slowest and largest of all ranks.
+/// What one command took. For several ranks: the maximum of each value.
 struct Measured {
   double seconds = 0; // until the call returned
-  double total = 0;   // until the checkpoint was there
-  double extra = 0;   // bytes; negative: unknown
-  double beside = 0;  // time of compute beside an async save, of what it takes alone
+  double total = 0;   // until the checkpoint was complete
+  double extra = 0;   // bytes of memory beyond those before the command; negative: unknown
+  double beside = 0;  // time of compute during an async save / its time without a save
 };
 
-// The model of dcp_checkpoint.py: change both.
+// dcp_checkpoint.py has the same model: change both.
 
 struct BlockImpl : torch::nn::Module {
   BlockImpl()
@@ -42,7 +42,7 @@ FSDP_MODULE(Block);
 
 struct ModelImpl : torch::nn::Module {
   explicit ModelImpl(int64_t num_blocks) {
-    for (int64_t i = 0; i < num_blocks; ++i) { // the whole model is never there
+    for (int64_t i = 0; i < num_blocks; ++i) { // the whole model is never in memory
       auto block = register_module("block" + std::to_string(i), Block());
       fsdp::fully_shard(block);
       blocks.push_back(block);
@@ -64,7 +64,7 @@ inline double memory(const std::string& field) {
   return -1;
 }
 
-/// VmHWM starts again from what is resident now; false where the kernel cannot.
+/// Resets VmHWM to the memory that is resident now. Returns false if the kernel cannot.
 inline bool reset_peak() {
   std::ofstream file("/proc/self/clear_refs");
   file << "5" << std::flush;
@@ -74,7 +74,7 @@ inline bool reset_peak() {
 class Rank {
  public:
   explicit Rank(int64_t blocks) : model_(blocks), state_(fsdp::get_model_state_dict(model_)) {
-    compute(); // its memory is there from now on
+    compute(); // allocates its memory before anything is measured
     malloc_trim(0);
     model_bytes_ = memory("VmRSS");
   }
@@ -144,11 +144,13 @@ class Rank {
   }
 
  private:
-  /// As much as keeps one core busy for some milliseconds.
+  /// Keeps one core busy for some milliseconds.
   void compute() {
     torch::mm_out(product_, factors_, factors_);
   }
 
+  /// Repeats `compute` as long as `goes_on(seconds so far)`. Returns the mean seconds
+  /// of one `compute`.
   template <class F>
   double compute_while(F goes_on) {
     const auto start = std::chrono::steady_clock::now();
@@ -161,7 +163,6 @@ class Rank {
     } while (goes_on(seconds));
     return seconds / static_cast<double>(count);
   }
-  /// Seconds of one `compute`.
   double compute_for(double most) {
     return compute_while([&](double seconds) { return seconds < most; });
   }
@@ -188,7 +189,7 @@ class Rank {
   }
 
   Model model_;
-  fsdp::StateDict state_; // the live shards
+  fsdp::StateDict state_; // the model's shards themselves, not copies
   torch::Tensor factors_ = torch::ones({kWidth / 2, kWidth / 2});
   torch::Tensor product_ = torch::zeros_like(factors_);
   double model_bytes_ = 0;

@@ -17,33 +17,33 @@ namespace bench {
 
 using nlohmann::json;
 
-// What must hold with --check.
+// The limits of --check.
 inline constexpr double kMinSpeed = 1;    // DCP's time / ours
-inline constexpr double kMaxAsync = 0.1;  // of our blocking save
-inline constexpr double kMaxMemory = 1.2; // of a rank's shard
-inline constexpr double kMaxBeside = 1.4; // of the time alone; DCP 1.8
+inline constexpr double kMaxAsync = 0.1;  // time until async_save returns / time of save
+inline constexpr double kMaxMemory = 1.2; // memory beyond the model / a rank's shard
+inline constexpr double kMaxBeside = 1.4; // Measured::beside; DCP has 1.8
 
 inline constexpr const char* kCommands[] = {"save", "load", "async"};
 
-/// By command: the rounds.
+/// What was measured in each round, by command.
 using Rounds = std::map<std::string, std::vector<Measured>>;
 
 struct Result {
   Rounds ours;
-  Rounds dcp; // empty: no Python
+  Rounds dcp; // empty if there was no Python side
 };
 
 inline Figure figure_of(const std::vector<Measured>& rounds, double Measured::* member) {
   return Figure(by_round(rounds.size(), [&](size_t i) { return rounds[i].*member; }));
 }
 
-/// Taken within each round.
+/// The ratio of the times, taken within each round.
 inline Figure ratio(const std::vector<Measured>& above, const std::vector<Measured>& below) {
   return Figure(
       by_round(above.size(), [&](size_t i) { return above[i].seconds / below[i].seconds; }));
 }
 
-/// The most of all rounds, in shards; negative: unknown.
+/// The largest extra memory of all rounds / a shard. Negative: unknown.
 inline double most_memory(const std::vector<Measured>& rounds, int64_t shard_bytes) {
   double most = 0;
   for (const auto& round : rounds) {
@@ -111,7 +111,7 @@ class Report {
     return out;
   }
 
-  /// What is not as it must be.
+  /// The limits that were missed, as sentences.
   std::vector<std::string> complaints() const {
     std::vector<std::string> found;
     const auto expect = [&](bool good, const std::string& what) {

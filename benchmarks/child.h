@@ -19,7 +19,7 @@
 
 namespace bench {
 
-/// For processes that have to meet.
+/// Returns a free port of the loopback address, for processes that connect to each other.
 inline int free_port() {
   const int fd = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};
@@ -34,14 +34,15 @@ inline int free_port() {
   return ntohs(address.sin_port);
 }
 
-/// Another process, which works only while it is asked: one line for each line.
+/// A child process with pipes to its standard input and output. A child that takes
+/// commands reads one a line, answers it with a line, and sleeps until the next.
 class Child {
  public:
-  /// Its complaints go to `stderr_fd`.
+  /// The child writes its standard error to `stderr_fd`.
   explicit Child(std::vector<std::string> words, int stderr_fd = STDERR_FILENO) {
     int to_child[2];
     int from_child[2];
-    // Not for other children, which would keep this one's input open.
+    // Other children must not inherit these pipes: they would keep this child's input open.
     TORCH_CHECK(pipe2(to_child, O_CLOEXEC) == 0 && pipe2(from_child, O_CLOEXEC) == 0, "no pipe");
     std::vector<char*> argv;
     for (auto& word : words) {
@@ -73,7 +74,8 @@ class Child {
   Child(const Child&) = delete;
   Child& operator=(const Child&) = delete;
 
-  /// It gets no more commands, and ends. For several that end together.
+  /// Closes the child's input, so that the child ends. Called for all children before
+  /// the first destructor waits, it lets them end together.
   void hang_up() {
     if (commands_) {
       fclose(std::exchange(commands_, nullptr));
@@ -88,7 +90,7 @@ class Child {
     tell(command);
     return answer();
   }
-  /// The two halves of it: to ask several at once.
+  /// The two halves of `ask`, for several children at once.
   void tell(const std::string& command) {
     command_ = command;
     fprintf(commands_, "%s\n", command.c_str());
@@ -113,7 +115,7 @@ class Child {
 
  private:
   pid_t pid_ = -1;
-  std::string command_; // the last
+  std::string command_; // the last one that was sent
   FILE* commands_ = nullptr;
   FILE* answers_ = nullptr;
 };

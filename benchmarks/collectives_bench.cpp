@@ -1,11 +1,11 @@
-// `./fsdp bench collectives`: the threads backend next to gloo (processes) and to
-// plain memcpy, in one run. For every collective and size the three are measured in
-// turn, several rounds; the medians are shown, and every result is checked.
+// `./fsdp bench collectives` compares the threads backend with gloo (processes) and
+// with plain memcpy in one run. For every collective and size the three take turns in
+// several rounds. The medians are shown, and every result is checked.
 //
 // size   bytes of the larger buffer: all-gather's output, reduce-scatter's input
 // algbw  size / time: what a user waits for
-// memcpy every rank, a thread, copies `size` bytes, all at once: no all-gather
-//        through memory can be faster
+// memcpy every rank is a thread that copies `size` bytes, all at the same time. No
+//        all-gather through memory can be faster
 #include <signal.h>
 #include <sys/wait.h>
 #include <torch/torch.h>
@@ -55,7 +55,7 @@ class Runner {
     }
   }
 
-  /// Seconds per call, the slowest rank's.
+  /// Seconds per call on the slowest rank.
   double time(int iterations) {
     run();
     group_.barrier();
@@ -121,7 +121,7 @@ double time_memcpy(int ranks, const Case& what) {
   return seconds;
 }
 
-/// Processes that wait for cases on their stdin; rank 0 answers with a time.
+/// Ranks as processes that read cases from their standard input. Rank 0 answers with a time.
 class GlooProcesses {
  public:
   explicit GlooProcesses(int ranks) : job_({.num_ranks = ranks}) {
@@ -136,14 +136,14 @@ class GlooProcesses {
         for (const auto& [name, value] : environment) {
           setenv(name.c_str(), value.c_str(), 1);
         }
-        setenv("FSDP_CHECK_COLLECTIVES", "none", 1); // gloo alone is measured
+        setenv("FSDP_CHECK_COLLECTIVES", "none", 1); // our checks are not measured
         dup2(to_child[0], 0);
         dup2(from_child[1], 1);
         for (const int fd : {to_child[0], to_child[1], from_child[0], from_child[1]}) {
           close(fd);
         }
         for (FILE* file : commands_) {
-          close(fileno(file)); // an elder's: it must see the end of its input
+          close(fileno(file)); // else an earlier child would not see the end of its input
         }
         execl("/proc/self/exe", "collectives_bench", "--gloo-worker", nullptr);
         _exit(127);
@@ -234,7 +234,7 @@ int main(int argc, char** argv) {
     return GlooProcesses::worker();
   }
 
-  GlooProcesses gloo(ranks); // before any thread of ours
+  GlooProcesses gloo(ranks); // forks, so before this process has threads
   if (!json) {
     printf("%d ranks; algbw in GB/s, median of %d interleaved rounds\n\n", ranks, rounds);
     printf(

@@ -1,13 +1,15 @@
-"""The Python side of `./fsdp bench checkpoint`, one process per rank, started by it.
+"""The Python side of `./fsdp bench checkpoint`, which starts this program once per rank.
 
-Says "ready TORCH BYTES_OF_SHARD", then reads a command a line and answers a line, "SECONDS TOTAL EXTRA BESIDE":
+Prints "ready TORCH BYTES_OF_SHARD". Then it reads commands and answers each with a line "SECONDS
+TOTAL EXTRA BESIDE":
 
   save PATH    torch.distributed.checkpoint.save with its defaults
-  load PATH    load into parameters that are zero before, and are checked afterwards
-  async PATH   async_save: SECONDS until it returns, TOTAL until the checkpoint is there
+  load PATH    load, into parameters that are set to zero first and checked afterwards
+  async PATH   async_save: SECONDS until the call returns, TOTAL until the checkpoint is complete
 
-EXTRA is the most resident memory during the command, in bytes, beyond what was there before it; for async,
-beyond the model. -1: the kernel does not say. BESIDE is the time of compute beside async, of what it takes alone.
+EXTRA is the most resident memory during the command, in bytes, beyond that before the command; for
+async, beyond that of the model. It is -1 if the kernel does not report it. BESIDE is the time of
+compute during async / its time without a save.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 
-# The model and compute of checkpoint_rank.h: change both.
+# checkpoint_rank.h has the same model and the same compute: change both.
 
 
 class Block(nn.Module):
@@ -38,7 +40,7 @@ class Model(nn.Module):
     def __init__(self, width, blocks):
         super().__init__()
         self.blocks = nn.ModuleList()
-        for _ in range(blocks):  # the whole model is never there
+        for _ in range(blocks):  # the whole model is never in memory
             self.blocks.append(fully_shard(Block(width)))
 
 
@@ -75,7 +77,7 @@ def checksum(state):
 
 
 class Compute:
-    """Matrix products, which keep one core busy for some milliseconds each."""
+    """Matrix products, each of which keeps one core busy for some milliseconds."""
 
     def __init__(self, width):
         self.factors = torch.ones(width // 2, width // 2)
@@ -83,7 +85,7 @@ class Compute:
         torch.mm(self.factors, self.factors, out=self.product)
 
     def seconds(self, goes_on):
-        """Of one product, as long as goes_on(seconds so far)."""
+        """Computes as long as goes_on(seconds so far). Returns the mean seconds of one product."""
         start = time.monotonic()
         count = seconds = 0
         while count == 0 or goes_on(seconds):

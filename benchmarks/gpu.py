@@ -1,8 +1,10 @@
-"""The Python side of `./fsdp bench gpu`, one form per process: reads a command a line, answers a line.
+"""The Python side of `./fsdp bench gpu`, one form per process.
 
-  check      one step: loss, norm of the gradients and collectives, as JSON
-  time N     seconds per step, of N steps without and N with the optimizer
-  memory     the caching allocator's peak over two steps, in bytes
+Reads commands and answers each with a line:
+
+  check      runs one step: its loss, gradient norm and collectives, as JSON
+  time N     seconds per step, of N steps without the optimizer and N with it
+  memory     the peak of the caching allocator over two steps, in bytes
 """
 
 import argparse

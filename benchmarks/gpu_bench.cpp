@@ -1,15 +1,15 @@
-// `./fsdp bench gpu`: one rank of a fake world of eight on a GPU, ours next to Python FSDP2's,
-// in one run. Two transformers, each in four forms, of which each is a process of its own and
-// works only while it is asked, in turns:
+// `./fsdp bench gpu` compares our FSDP with Python's FSDP2 in one run: one rank of a fake world
+// of eight on a GPU. There are three cases of transformer and batch, each in four forms. Each
+// form is a process of its own; the forms take turns, and only one works at a time:
 //
 //   a  plain C++      b  C++ with fsdp::fully_shard
 //   c  plain Python   d  Python with FSDP2's fully_shard
 //
-// One is bound by the host (small), the other by the GPU (large; bf16 parameters, reduced in
-// fp32). Fake groups copy memory as real ones would, and wait for nobody. A time is that of
-// many steps from one synchronisation to the next; a figure the median of the rounds, with the
-// quartiles; differences and ratios are taken within a round first. Before anything is timed,
-// both sides are compared: parameters, groups, loss, gradients, collectives.
+// The small transformer is bound by the host, the large one by the GPU (bf16 parameters,
+// gradients reduced in fp32). Fake groups copy memory as real ones would, but wait for no peers.
+// A time is measured over many steps between two synchronisations. A figure is the median of the
+// rounds, with the quartiles; differences and ratios are taken within a round first. Before
+// anything is timed, both sides are compared: parameters, groups, loss, gradients, collectives.
 #include <fsdp/debug.h>
 #include <fsdp/fsdp.h>
 #include <fsdp/memory.h>
@@ -45,7 +45,7 @@ struct Case {
   bench::TransformerOptions model;
   int64_t sequence = 0;
   int64_t batch = 1;
-  bool bf16 = false; // parameters, and gradients are reduced in fp32
+  bool bf16 = false; // parameters in bf16, gradients reduced in fp32
 };
 
 const std::array kCases{
@@ -124,7 +124,7 @@ class Side {
         {"reduce_scatters", comm.count("reduce_scatter")}};
   }
 
-  /// Without the optimizer, and with it.
+  /// Seconds per step, without the optimizer and with it.
   std::array<double, 2> time(int steps) {
     std::array<double, 2> seconds{};
     for (const bool with_optimizer : {false, true}) {
@@ -175,7 +175,7 @@ class Side {
   torch::Tensor targets_;
 };
 
-/// The same lines as gpu.py's.
+/// Understands the same commands as gpu.py, and answers in the same way.
 int serve(const Case& which, bool sharded) {
   fsdp::init_process_group({.backend = "fake", .rank = 0, .world_size = kWorldSize});
   Side side(which, sharded);
@@ -208,7 +208,7 @@ struct Options {
   std::string python = FSDP_BENCH_PYTHON;
 };
 
-/// By form: the children, and seconds per step without and with the optimizer, by round.
+/// The four forms, by letter. `seconds` are per step, without and with the optimizer, by round.
 struct Forms {
   std::map<char, std::unique_ptr<bench::Child>> children;
   std::map<char, json> hello;
@@ -252,7 +252,7 @@ bool close_to(double x, double y, double tolerance) {
   return std::abs(x - y) <= tolerance * std::max(std::abs(x), std::abs(y));
 }
 
-/// Throws where the four are not what they are said to be.
+/// Throws if C++ and Python differ in parameters, groups, loss, gradients or collectives.
 void check(Forms& forms, const Case& which) {
   std::map<char, json> found;
   for (auto& [form, child] : forms.children) {
@@ -269,7 +269,7 @@ void check(Forms& forms, const Case& which) {
   for (const auto& [ours, theirs] : {std::pair('a', 'c'), std::pair('b', 'd')}) {
     for (const char* what : {"loss", "grad_norm"}) {
       if (theirs == 'd' && what == std::string_view("grad_norm")) {
-        continue; // torch's fake group leaves what it should reduce as it was
+        continue; // the fake group of older torch versions does not write the reduced gradients
       }
       const auto x = found[ours][what].get<double>();
       const auto y = found[theirs][what].get<double>();
@@ -336,7 +336,7 @@ class Report {
     }
   }
 
-  /// Prints a ratio; false if it is above what was promised.
+  /// Prints a ratio. Returns false if it is above `most`.
   bool ratio(const char* name, const std::vector<double>& rounds, std::optional<double> most) {
     const Figure figure(rounds);
     const bool kept = !most || figure.median <= *most;

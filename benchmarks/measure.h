@@ -12,7 +12,7 @@
 
 namespace bench {
 
-/// Seconds by the wall clock, or of this process or thread on a processor.
+/// Seconds of a clock: by default wall time, else processor time of this process or thread.
 inline double now(clockid_t clock = CLOCK_MONOTONIC) {
   timespec time;
   clock_gettime(clock, &time);
@@ -31,7 +31,7 @@ inline double median(std::vector<double> values) {
   return quantile(std::move(values), 0.5);
 }
 
-/// A figure: the median of the rounds and, as spread, the quartiles.
+/// The median of the rounds, and the quartiles as their spread.
 struct Figure {
   double median = 0, low = 0, high = 0;
 
@@ -43,7 +43,7 @@ struct Figure {
   }
 };
 
-/// `combine` of the rounds, one by one.
+/// Returns `combine(i)` for every round i.
 template <class Combine>
 std::vector<double> by_round(size_t rounds, Combine combine) {
   std::vector<double> result;
@@ -53,11 +53,11 @@ std::vector<double> by_round(size_t rounds, Combine combine) {
   return result;
 }
 
-/// `y` as `intercept + slope * x`, by least squares.
+/// The line `intercept + slope * x` that fits the points best by least squares.
 struct Line {
   double intercept = 0, slope = 0;
-  double r2 = 0;    // the share of y's variance that it explains
-  double worst = 0; // largest distance of a point from it, as a share of the point
+  double r2 = 0;    // the share of y's variance that the line explains
+  double worst = 0; // the largest distance of a point from the line, divided by the point's y
 
   Line(const std::vector<double>& x, const std::vector<double>& y) {
     const auto n = static_cast<double>(x.size());

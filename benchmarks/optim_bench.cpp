@@ -1,5 +1,6 @@
-// `./fsdp bench optim`: a step of fsdp::optim next to torch::optim's on many small
-// parameters, on one thread, in turn over several rounds; medians and their ratio.
+// `./fsdp bench optim` compares a step of fsdp::optim with one of torch::optim on many
+// small parameters, on one thread. Both take turns over several rounds. Shows the medians
+// of the times and of their ratio.
 #include <torch/torch.h>
 
 #include <fsdp/fsdp.h>

@@ -1,10 +1,14 @@
-"""The Python side of `./fsdp bench overhead`, started by it: reads a command a line, answers a line.
+"""The Python side of `./fsdp bench overhead`, which starts this program.
 
-  check      one step of both models: what they are, what they computed and communicated, as JSON
-  plain N    N steps of the plain model: median seconds of the step, of forward and backward, of the rest
+Reads commands and answers each with a line:
+
+  check      one step of both models: its loss, gradient norm and collectives, as JSON
+  plain N    N steps of the plain model: median seconds of the step, of forward and backward, and
+             of the optimizer
   fsdp N     the same with fully_shard
-  phases N   N steps with fully_shard: median seconds in each phase, as FSDP2's own functions divide them
-  fake M N   torch's fake group alone: median seconds of the collectives of a group and step, shards of M, N times
+  phases N   N steps with fully_shard: median seconds inside the functions of FSDP2, by phase
+  fake M N   torch's fake group alone: median seconds of the collectives of a group in one step,
+             with shards of M elements, over N repetitions
 """
 
 import argparse
@@ -34,7 +38,7 @@ def clock(options):
 
 
 class Side:
-    """One model and its step."""
+    """A model, plain or sharded, and its training step."""
 
     def __init__(self, options, sharded):
         self.now = clock(options)
@@ -54,7 +58,7 @@ class Side:
                 fully_shard(block, **how)
             fully_shard(self.model, **how)
         elif options.dtype == "bf16":
-            self.model.to(torch.bfloat16)  # so that both compute the same
+            self.model.to(torch.bfloat16)  # so that plain and sharded model compute the same
         self.optimizer = None
         if options.optimizer == "adamw":
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
@@ -85,7 +89,7 @@ class Side:
             self.finish()
             end = now()
             times.append((end - start, middle - start, end - middle))
-        return [statistics.median(column) for column in zip(*times[1:])]  # the first one warms up
+        return [statistics.median(column) for column in zip(*times[1:])]  # the first step warms up
 
     def check(self):
         checked = check_step(self.model.parameters(), self.forward_backward)
@@ -97,7 +101,10 @@ PHASES = ["pre_forward", "post_forward", "pre_backward", "post_backward", "final
 
 
 class PhaseClock:
-    """While entered, adds up the time inside FSDP2's own functions, each instant to the innermost one."""
+    """While entered, adds up the time inside the functions of FSDP2, by phase.
+
+    Each instant counts for the innermost function.
+    """
 
     def __init__(self, now):
         self.now = now

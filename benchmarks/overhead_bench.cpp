@@ -1,19 +1,21 @@
-// `./fsdp bench overhead`: what sharding costs on the host, ours next to Python FSDP2's,
-// in one run. The same transformer in four forms, which take turns in every round:
+// `./fsdp bench overhead` compares the host cost of our sharding with Python FSDP2's in
+// one run. The same transformer has four forms, which take turns in every round:
 //
 //   a  plain C++      b  C++ with fsdp::fully_shard, over the `fake` backend
 //   c  plain Python   d  Python with FSDP2's fully_shard, over torch's fake process group
 //
-// With --min-shard-numel a fifth, e, is b with parameters below that size kept whole.
+// With --min-shard-numel there is a fifth form, e: like b, but parameters with fewer elements
+// stay whole on every rank.
 //
-// So (b - a) / groups is our host time per group and step, (d - c) / groups Python's.
-// Fake groups only copy memory, and what that takes is measured alone and shown. A form's
-// time in one round is the median of its steps, the figure shown the median of the rounds.
-// Differences and ratios are taken within a round first. A sharded optimizer updates
-// fewer elements, so its part of the cost may be negative: hence also the ratio without. Before
-// anything is timed, both sides are compared: parameters, groups, loss, gradients, collectives.
+// So (b - a) / groups is our host time per group and step, and (d - c) / groups Python's.
+// Fake groups only copy memory; the time of that is measured alone and shown. A form's time in
+// one round is the median of its steps, and the figure shown is the median of the rounds.
+// Differences and ratios are taken within a round first. A sharded optimizer updates fewer
+// elements, so its part of the cost may be negative; so the ratio without the optimizer is shown
+// too. Before anything is timed, both sides are compared: parameters, groups, loss, gradients,
+// collectives.
 //
-// `--sweep` does that for all sizes of interest, each in a process of its own.
+// `--sweep` does all this for several sizes, each in a process of its own.
 #include <ATen/record_function.h>
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -48,7 +50,8 @@ bool close_to(double x, double y, double tolerance) {
   return std::abs(x - y) <= tolerance * std::max(std::abs(x), std::abs(y));
 }
 
-/// Throws where the four forms are not what they are said to be. Returns sentences.
+/// Throws if C++ and Python differ in parameters, groups, loss, gradients or collectives.
+/// Returns sentences that say what was checked.
 std::vector<std::string> check_all(
     const Options& options, Model& plain, Model& sharded, Python* python) {
   const double tolerance = options.is_bf16() ? 1e-2 : 1e-4;
@@ -88,7 +91,7 @@ std::vector<std::string> check_all(
         what, " agree on loss (", ours.loss, ") and gradients (norm ", ours.grad_norm, ")"));
   };
   compare("a and c", a, answer["plain"]);
-  compare("b and d", b, answer["fsdp"]); // both fake groups repeat rank 0's shard
+  compare("b and d", b, answer["fsdp"]); // comparable, as both fake groups repeat rank 0's shard
   return said;
 }
 
@@ -102,8 +105,8 @@ std::string check_partly(Model& partly) {
 
 // ------------------------------------------------------------ The fake groups alone
 
-/// Seconds that our fake group takes for a block's collectives in one step, below all
-/// that is ours to make fast. overhead.py has the same for torch's.
+/// Seconds that our fake group alone takes for a block's collectives in one step. This
+/// part of the cost is not the engine's. overhead.py measures the same of torch's fake group.
 double time_fake_group(int64_t shard_numel, int repeats, clockid_t clock) {
   auto& backend = *fsdp::default_group().backend();
   auto large = torch::zeros({shard_numel * backend.getSize()});
@@ -162,7 +165,7 @@ void print_operators(Model& plain, Model& sharded) {
 
 // ------------------------------------------------------------ Rounds
 
-/// The forms that are in this process: a, b, and e if asked for.
+/// The forms in this process: a, b, and e with --min-shard-numel.
 struct Ours {
   explicit Ours(const Options& options)
       : plain(options, Sharding::None), sharded(options, Sharding::Full) {
@@ -210,7 +213,7 @@ Measured measure(const Options& options, Ours& ours, Python* python) {
 
 // ------------------------------------------------------------ Sizes
 
-/// What one size, in a process of its own, reports.
+/// Runs one size in a process of its own and returns its report.
 json run_size(const std::string& command) {
   FILE* pipe = popen(command.c_str(), "r");
   TORCH_CHECK(pipe, "cannot run ", command);
@@ -222,13 +225,13 @@ json run_size(const std::string& command) {
   return json::parse(text);
 }
 
-/// All sizes that are promised; `program` and the options are as for one. Whether every
-/// ratio is at least `min_ratio`.
+/// Measures all sizes of interest with `program`. Returns true if every cost ratio is at
+/// least `min_ratio`.
 bool sweep(const std::string& program, const Options& options, double min_ratio) {
   struct Size {
     const char* what;
     const char* words;
-    int longer = 1; // than the first one's steps, about: so many times fewer of them
+    int longer = 1; // about how many times longer a step takes than one of the first size
   };
   static constexpr Size kSizes[] = {
       {"as promised", ""},
@@ -282,7 +285,7 @@ json describe(const Options& options, int64_t groups) {
       {"groups", groups}};
 }
 
-/// What to do, besides how.
+/// What the program is to do. `Options` say how.
 struct Task {
   std::optional<double> min_ratio;
   bool as_json = false;
@@ -354,7 +357,7 @@ int run(int argc, char** argv) {
   const bool alone = task.operators || task.sharded_steps > 0 || task.plain_steps > 0;
   std::unique_ptr<Python> python;
   if (!alone) {
-    python = std::make_unique<Python>(options); // before any thread of ours
+    python = std::make_unique<Python>(options); // forks, so before this process has threads
     if (const auto reason = python->missing(); !reason.empty()) {
       fprintf(stderr, "no Python side (%s): %s\n", options.python.c_str(), reason.c_str());
       python.reset();

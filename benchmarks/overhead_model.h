@@ -21,7 +21,7 @@ struct Options {
   TransformerOptions model;
   int64_t sequence = 16;
   int world_size = 8;
-  int64_t min_shard_numel = 0; // of form e
+  int64_t min_shard_numel = 0; // for form e
   int rounds = 11;
   int steps = 20;
   std::string dtype = "fp32";
@@ -38,12 +38,12 @@ struct Options {
   }
 };
 
-/// The parts of a step that are timed. A new one goes here, in Model::time and in
-/// overhead.py.
+/// The parts of a step that are timed. A new part must be added here, to Model::time and
+/// to overhead.py.
 enum Part { Step, ForwardBackward, Optimizer, kParts };
 constexpr const char* kPartNames[] = {"step", "forward_backward", "optimizer"};
 
-/// Seconds per step, of each part.
+/// Seconds per step for each part.
 using Times = std::array<double, kParts>;
 
 /// What one step computed and communicated.
@@ -55,8 +55,8 @@ struct Checked {
   int64_t all_reduces = 0;
 };
 
-/// Which parameters are sharded: none, all, or those that are not below
-/// `min_shard_numel`.
+/// Which parameters are sharded: none, all, or those with at least `min_shard_numel`
+/// elements.
 enum class Sharding { None, Full, ButSmall };
 
 class Model {
@@ -79,7 +79,7 @@ class Model {
       }
       shard(net_, how);
     } else if (options.is_bf16()) {
-      net_->to(torch::kBFloat16); // so that both compute the same
+      net_->to(torch::kBFloat16); // so that the plain and the sharded form compute the same
     }
     parameters_ = net_->parameters();
     if (options.optimizer == "adamw") {
@@ -93,7 +93,7 @@ class Model {
     return loss;
   }
 
-  /// The optimizer's step, and an end to the gradients.
+  /// Runs the optimizer's step and drops the gradients.
   void finish() {
     if (optimizer_) {
       optimizer_->step();
@@ -110,7 +110,7 @@ class Model {
     finish();
   }
 
-  /// Median over the steps; one more, before them, warms up.
+  /// Returns medians over the steps. One more step before them warms up.
   Times time(int steps) {
     std::array<std::vector<double>, kParts> times;
     step();
@@ -155,7 +155,7 @@ class Model {
       return fsdp::is_fsdp_module(*module);
     });
   }
-  /// Of the whole parameters.
+  /// The shapes of the whole parameters, by name.
   const std::map<std::string, std::vector<int64_t>>& shapes() const {
     return shapes_;
   }
@@ -172,7 +172,7 @@ class Model {
   }
 
  private:
-  static constexpr double kLearningRate = 1e-5; // nothing becomes small or large
+  static constexpr double kLearningRate = 1e-5; // so small that values neither grow nor vanish
 
   Transformer net_;
   const clockid_t clock_;

@@ -13,7 +13,7 @@
 
 namespace bench {
 
-/// Where in a step the engine's time goes. overhead.py has the same.
+/// The phases of a step in which the engine works. overhead.py has the same phases.
 enum Phase { PreForward, PostForward, PreBackward, PostBackward, Final, kPhases };
 constexpr const char* kPhaseNames[] = {
     "pre_forward", "post_forward", "pre_backward", "post_backward", "final"};
@@ -21,7 +21,7 @@ constexpr const char* kPhaseNames[] = {
 /// Seconds per step.
 using PhaseTimes = std::array<double, kPhases>;
 
-/// Adds time to the innermost phase, by the names of the engine's ranges.
+/// Adds the time inside the engine's named ranges to the innermost phase.
 struct PhaseState {
   static constexpr int kNone = -1;
 
@@ -43,7 +43,7 @@ struct PhaseState {
         return phase;
       }
     }
-    return kNone; // a range inside of one of them
+    return kNone; // a range inside one of these
   }
   void charge() {
     const auto time = now(clock);
@@ -63,11 +63,11 @@ struct PhaseState {
     inside.pop_back();
   }
 };
-inline thread_local PhaseState phase_state; // callbacks are plain functions
+inline thread_local PhaseState phase_state; // global, because callbacks are plain functions
 
-/// While it lives, adds up the time inside the engine's own ranges, each instant
-/// to the innermost phase. Ranges cost more while somebody listens (their names
-/// are made then), so this is not done in the rounds that are compared.
+/// While this object lives, adds up the time inside the engine's ranges: each instant
+/// counts for the innermost phase. A range costs more while somebody listens, because
+/// its name is built then. So the rounds that are compared run without this clock.
 class PhaseClock {
  public:
   explicit PhaseClock(clockid_t clock) {
@@ -87,7 +87,7 @@ class PhaseClock {
   PhaseClock(const PhaseClock&) = delete;
   PhaseClock& operator=(const PhaseClock&) = delete;
 
-  /// Since the last call.
+  /// Returns the times since the last call.
   PhaseTimes take() {
     return std::exchange(phase_state.times, {});
   }
@@ -96,7 +96,7 @@ class PhaseClock {
   at::CallbackHandle handle_;
 };
 
-/// Medians over so many steps.
+/// Returns medians over `steps` steps.
 inline PhaseTimes time_phases(Model& model, int steps, clockid_t clock) {
   PhaseClock phases(clock);
   std::array<std::vector<double>, kPhases> times;

@@ -12,7 +12,7 @@
 
 namespace bench {
 
-/// overhead.py, in a child.
+/// overhead.py in a child process.
 class Python {
  public:
   explicit Python(const Options& options) : child_(words(options)) {
@@ -21,7 +21,7 @@ class Python {
     }
   }
 
-  /// Why there is nothing to compare with; empty if there is.
+  /// Why the Python side cannot be compared with; empty if it can.
   std::string missing() const {
     if (hello_.is_null()) {
       return "it could not start";

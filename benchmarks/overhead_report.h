@@ -15,19 +15,18 @@
 
 namespace bench {
 
-/// What was measured.
 struct Measured {
   int64_t groups = 0;
-  /// By form (a, b, c, d, e), then part: the rounds.
+  /// Seconds per step of every round, by form (a, b, c, d, e) and part.
   std::map<char, std::array<std::vector<double>, kParts>> rounds;
-  /// Seconds per step that a form's engine says it takes: b, d and e.
+  /// Seconds per step inside the sharding engine, for the forms b, d and e.
   std::map<char, PhaseTimes> phases;
-  /// What the fake groups take by themselves, per group and step.
+  /// Seconds of the fake groups alone, per group and step.
   double ours_fake = 0;
   double torch_fake = 0;
 };
 
-/// Costs and ratios, round by round, as a table or as JSON.
+/// Computes costs and ratios within each round, and shows them as a table or as JSON.
 class Report {
  public:
   explicit Report(Measured measured)
@@ -57,7 +56,7 @@ class Report {
       return measured_.rounds.at('d')[Step][i] / measured_.rounds.at('b')[Step][i];
     }));
   }
-  /// Without what the fake groups take by themselves, which differ.
+  /// Without the time of the fake groups, which differs between ours and torch's.
   Figure cost_ratio_without_fake() const {
     return cost_ratio(Step, measured_.torch_fake, measured_.ours_fake);
   }
@@ -162,8 +161,9 @@ class Report {
     printf("\n");
   }
 
-  /// The optimizer's is a difference, as above; what the engines' ranges do not
-  /// cover (autograd's nodes, calls) is what remains.
+  /// The optimizer's cost is a difference between two forms, as in the table above.
+  /// "between" is the rest of forward and backward, which the phases do not cover:
+  /// autograd's nodes and calls.
   void print_phases() const {
     printf("\n%-22s", "by phase");
     for (const auto* name : kPhaseNames) {

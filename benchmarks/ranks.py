@@ -1,4 +1,4 @@
-"""What the Python sides of `bench step` and `bench train` share: one process per rank, over gloo."""
+"""Code that the Python sides of `bench step` and `bench train` share: one process per rank."""
 
 import warnings
 

@@ -1,13 +1,13 @@
-// `./fsdp bench scale`: how the host cost of sharding grows: with groups, with parameters, with
-// ranks. Every point is the step of a sharded model over a fake group less that of the plain
-// one; a line is fitted through the points, and where none fits the answer is worth nothing:
-// exit 1. The models do next to nothing besides being sharded, since what is looked for is a
-// small difference: parameters are put together by one operator and averaged. (`bench overhead`
-// has the cost next to real layers.) Against the machine's moods, steps of both take turns, so do
-// the sizes, there and back, and the clock is that of the thread on its processor.
+// `./fsdp bench scale` measures how the host cost of sharding grows with the number of groups,
+// parameters and ranks. Every point is the time of a step of a sharded model over a fake group
+// less that of the plain model. A line is fitted to the points; if no line fits, the result means
+// nothing and the program exits with 1. The difference is small, so the models compute almost
+// nothing: one operator joins the parameters, and the mean is taken. (`bench overhead` shows the
+// cost next to real layers.) Against noise, plain and sharded steps take turns, the sizes are
+// measured in rising and falling order, and the clock is the thread's processor time.
 //
-// Ranks are varied on parameters of 1,024 rows, which divide evenly: where ranks outnumber rows
-// most of what is moved is padding, and one would measure memory.
+// The number of ranks is varied with parameters of 1,024 rows, which divide evenly. With more
+// ranks than rows most of the moved memory would be padding, and its copying would be measured.
 #include <torch/torch.h>
 
 #include <fsdp/fsdp.h>
@@ -28,7 +28,7 @@ namespace {
 using namespace bench;
 using nlohmann::json;
 
-constexpr int kWorldSize = 1024; // of the fake group; smaller ones are slices of it
+constexpr int kWorldSize = 1024; // of the fake group; smaller groups are slices of a mesh
 
 struct Settings {
   int rounds = 15;
@@ -46,7 +46,7 @@ struct Shape {
   int ranks = 8;
 };
 
-/// A group: all of its parameters are used, as cheaply as can be.
+/// A module that becomes one group. It uses all of its parameters as cheaply as possible.
 struct StripImpl : torch::nn::Module {
   explicit StripImpl(const Shape& shape) {
     for (int64_t i = 0; i < shape.params; ++i) {
@@ -87,11 +87,11 @@ class Model {
       for (auto& strip : net_->strips) {
         fsdp::fully_shard(strip, options);
       }
-      fsdp::fully_shard(net_, options); // without parameters: no group
+      fsdp::fully_shard(net_, options); // no parameters of its own, so no group
     }
   }
 
-  /// Seconds.
+  /// Runs a step and returns its seconds.
   double step(clockid_t clock) {
     const auto start = now(clock);
     net_(input_).sum().backward();
@@ -126,7 +126,7 @@ class Point {
     return Figure(rounds_);
   }
 
-  const double at; // groups, parameters or ranks
+  const double at; // the number of groups, parameters or ranks
   const int64_t groups;
 
  private:
@@ -139,7 +139,7 @@ class Point {
 
 class Series {
  public:
-  /// `what` is varied; the cost is that of a step, or of a group in it.
+  /// `what` names the number that is varied. Costs are per group and step, or per step.
   Series(const char* what, bool per_group) : what_(what), per_group_(per_group) {}
 
   void add(double at, const Shape& shape) {
@@ -159,8 +159,9 @@ class Series {
   double growth() const {
     return us(*points_.back()) / us(*points_.front());
   }
-  /// A line is the right thing to fit: it explains the points, or (of a flat one, where
-  /// nothing is to be explained) passes close by all of them.
+  /// Returns true if a line fits the points: either it explains their variance, or all
+  /// points are close to it. The second holds for a flat line, which has no variance to
+  /// explain.
   bool fits(double min_r2, double max_off) const {
     return line().r2 >= min_r2 || line().worst <= max_off;
   }

@@ -1,7 +1,7 @@
-"""One rank of the Python side of `./fsdp bench step`, started by it.
+"""One rank of the Python side of `./fsdp bench step`, which starts this program.
 
-Says "ready", then reads "plain N" or "fsdp N" a line and answers with the median seconds of N steps, and the
-losses of that form's first ones.
+Prints "ready". Then it reads commands, "plain N" or "fsdp N", and answers each with a line: the
+median seconds of N steps, and the losses of the model's first steps.
 """
 
 import argparse

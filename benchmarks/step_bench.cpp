@@ -1,14 +1,15 @@
-// `./fsdp bench step`: whole training steps with real communication on the CPU, in one run:
+// `./fsdp bench step` compares whole training steps with real communication on the CPU, in one
+// run:
 //
-//   gloo     processes, ours
-//   python   processes, Python FSDP2 over gloo: the same model, batch and optimizer
-//   threads  ranks as threads of one process, ours
+//   gloo     ours, ranks as processes
+//   python   Python FSDP2 over gloo, ranks as processes: the same model, batch and optimizer
+//   threads  ours, ranks as threads of one process
 //
-// All are alive at once and take turns; who is not asked sleeps. Every rank has one thread to
-// compute with. tokens/s are of all ranks together. Exposed is what a step takes longer than
-// the same step of the plain model on every rank: communication that nothing hides, and what
-// sharding costs the host. Every rank has a batch of its own, and the losses of its first steps
-// must be the same on all sides: exit 1 otherwise.
+// The three take turns; the others sleep. Every rank computes with one thread. tokens/s are of
+// all ranks together. "exposed" is the time of a sharded step less that of the same step of the
+// plain model: communication that is not hidden behind compute, and the host cost of sharding.
+// Every rank has a batch of its own. The losses of its first steps must be the same on all
+// sides, otherwise the program exits with 1.
 #include <torch/torch.h>
 
 #include <fsdp/fsdp.h>
@@ -37,7 +38,7 @@ using nlohmann::json;
 
 struct Options {
   TransformerOptions model{.dim = 128, .layers = 8};
-  int64_t batch = 2; // of a rank
+  int64_t batch = 2; // sequences per rank
   int64_t sequence = 64;
   std::vector<int> ranks{2, 4};
   int rounds = 7;
@@ -49,7 +50,7 @@ struct Options {
   }
 };
 
-/// Seconds of a step, and what the first steps computed: rank after rank.
+/// Seconds of a step, and the losses of the first steps, one rank after another.
 struct Timed {
   double seconds = 0;
   std::vector<double> losses;
@@ -59,7 +60,7 @@ struct Timed {
 
 constexpr int kFirstSteps = 3; // step.py has the same
 
-/// A model, sharded over the default group or not, and its step.
+/// A model, plain or sharded over the default group, and its training step.
 class Side {
  public:
   Side(const Options& options, bool sharded)
@@ -83,7 +84,7 @@ class Side {
     return loss.item<double>();
   }
 
-  /// The median; one step more warms up.
+  /// Returns the median time of the steps. One more step before them warms up.
   Timed time(int steps) {
     step();
     std::vector<double> times;
@@ -102,15 +103,16 @@ class Side {
   std::unique_ptr<fsdp::optim::AdamW> optimizer_;
 };
 
-/// Whose part of a job this process is, when it is.
+/// What this process does if the benchmark has started it as a child.
 struct Worker {
-  std::string kind; // "gloo" or "threads"; empty: nobody's
+  std::string kind; // "gloo" or "threads"; "": this process is not a child
   int rank = 0;
   int num_ranks = 1;
   int port = 0;
 };
 
-/// Asked for "plain N" or "fsdp N", answers with the seconds of a step, and losses.
+/// Reads commands "plain N" or "fsdp N" and answers with the seconds of a step, then the
+/// losses.
 void answer(const std::function<Timed(bool sharded, int steps)>& time) {
   printf("ready\n");
   fflush(stdout);
@@ -144,7 +146,7 @@ void work_over_gloo(const Options& options, const Worker& worker) {
   fsdp::destroy_process_group();
 }
 
-/// Rank 0's seconds.
+/// Rank 0's seconds and all ranks' losses.
 Timed of_all(const std::vector<Timed>& ranks) {
   Timed result{.seconds = ranks.front().seconds, .losses = {}};
   for (const auto& each : ranks) {
@@ -170,7 +172,7 @@ void work_in_threads(const Options& options, const Worker& worker) {
 
 // ------------------------------------------------------------ Jobs
 
-/// The processes of one kind and number of ranks.
+/// The child processes of one kind with one number of ranks.
 class Job {
  public:
   Job(const Options& options, const std::string& kind, int num_ranks) {
@@ -226,11 +228,11 @@ class Job {
 
 // ------------------------------------------------------------ Rounds and report
 
-/// Seconds of a step, round by round.
+/// The results of all rounds. `plain` and `sharded` are the seconds of a step, by round.
 struct Rounds {
   std::vector<double> plain;
   std::vector<double> sharded;
-  /// Of the first steps: plain, then sharded, rank after rank.
+  /// Losses of the first steps: all ranks of the plain model, then all of the sharded one.
   std::vector<double> losses;
 
   std::vector<double> exposed() const {
@@ -268,8 +270,8 @@ std::map<std::string, Rounds> measure(const Options& options, int num_ranks) {
   return rounds;
 }
 
-/// Whether all sides computed the same, and if not who did not; a step changes the loss by
-/// some 30 times the tolerance.
+/// Returns "" if all sides have the same losses, else a sentence with the first difference.
+/// A step changes the loss by about 30 times the tolerance.
 std::string loss_difference(const std::map<std::string, Rounds>& rounds, int num_ranks) {
   constexpr double kTolerance = 1e-5;
   if (rounds.empty()) {
@@ -283,7 +285,7 @@ std::string loss_difference(const std::map<std::string, Rounds>& rounds, int num
       return c10::str(kind, " has ", x.size(), " losses, ", first, " ", y.size());
     }
     for (size_t i = 0; i < x.size(); ++i) {
-      if (!(std::abs(x[i] - y[i]) <= kTolerance * std::abs(y[i]))) { // NaN too
+      if (!(std::abs(x[i] - y[i]) <= kTolerance * std::abs(y[i]))) { // true for NaN too
         const auto rank = i / kFirstSteps % static_cast<size_t>(num_ranks);
         return c10::str(
             "step ", i % kFirstSteps, " of rank ", rank, ", ",
@@ -295,7 +297,7 @@ std::string loss_difference(const std::map<std::string, Rounds>& rounds, int num
   return "";
 }
 
-/// Ours over gloo, in tokens/s, against Python's; none without.
+/// tokens/s of ours over gloo / those of Python; empty if one of the two could not start.
 std::optional<Figure> ratio_of(const std::map<std::string, Rounds>& rounds) {
   if (!rounds.contains("gloo") || !rounds.contains("python")) {
     return std::nullopt;
@@ -368,7 +370,7 @@ int run(int argc, char** argv) {
       "--min-ratio", min_ratio,
       "Exit 1 if ours over gloo has less tokens/s than this many times Python's");
   app.add_flag("--json", as_json, "One JSON object instead of the table");
-  // Of the processes that it starts.
+  // Options for the child processes.
   app.add_option("--worker", worker.kind)->group("");
   app.add_option("--rank", worker.rank)->group("");
   app.add_option("--world-size", worker.num_ranks)->group("");

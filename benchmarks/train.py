@@ -1,9 +1,11 @@
-"""One rank of the Python side of `./fsdp bench train`, started by it.
+"""One rank of the Python side of `./fsdp bench train`, which starts this program.
 
-What `fsdp train` does, by torch's own FSDP2: the same model (cli/train/model.cpp), first weights, text and batches
-(cli/train/corpus.cpp), schedule (cli/config/schedule.cpp), clipping and AdamW (cli/train/trainer.cpp): change both.
+Does what `fsdp train` does, with torch's FSDP2: the same model (cli/train/model.cpp), first
+weights, text and batches (cli/train/corpus.cpp), schedule (cli/config/schedule.cpp), clipping and
+AdamW (cli/train/trainer.cpp): change both.
 
-Says "ready", then reads a number of steps a line, begins anew, takes them, and answers with one JSON object per step.
+Prints "ready". Then each input line is a number of steps: the program begins the training anew,
+takes the steps, and prints one JSON object per step.
 """
 
 import argparse
@@ -21,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ranks import join
 
-WORD = (1 << 64) - 1  # sums and products are of 64 bits
+WORD = (1 << 64) - 1  # cuts sums and products to 64 bits
 
 # ------------------------------------------------------------ Text and batches
 
@@ -50,7 +52,7 @@ def read_text(path):
 
 
 def train_part(text):
-    """All but every twentieth block."""
+    """Returns the text without every twentieth block, which is held out."""
     block = min(max(len(text) // 20, 1), 64 << 10)
     starts = range(0, len(text), block)
     kept = b"".join(text[start : start + block] for i, start in enumerate(starts, 1) if i % 20 != 0)
@@ -168,7 +170,7 @@ class Transformer(nn.Module):
 
 
 def seed_of(seed, name):
-    """Of a parameter's own generator (src/module/meta_init.cpp)."""
+    """Returns the seed of a parameter's own generator, as src/module/meta_init.cpp does."""
     result = 0xCBF29CE484222325
     for byte in seed.to_bytes(8, "little") + name.encode():
         result = ((result ^ byte) * 0x100000001B3) & WORD

@@ -1,14 +1,13 @@
-// `./fsdp bench train`: the tool's own job next to Python FSDP2's, in one run:
+// `./fsdp bench train` compares `fsdp train` with the same training by Python FSDP2 in one run:
 //
 //   threads  fsdp train --ranks N
 //   gloo     fsdp run -n N -- fsdp train
 //   python   train.py, N processes over gloo: the same model, weights, text, batches, optimizer
 //
-// They take turns; in every round each begins the job anew and takes its first steps. Losses and
-// gradient norms are compared before anything is said of their speed. A round's
-// figure is of the median step, without the first few; tokens/s are of all ranks together.
-// Every rank has as many threads to compute with as fsdp train takes by itself, the cores divided
-// by the ranks.
+// The three take turns. In every round each begins the training anew and takes its first steps.
+// Losses and gradient norms must agree before speeds are shown. The figure of a round is that of
+// the median step, without the first few; tokens/s are of all ranks together. Every rank has
+// cores / ranks threads to compute with, as `fsdp train` has by default.
 #include <signal.h>
 
 #include <CLI/CLI.hpp>
@@ -35,9 +34,10 @@ namespace {
 using namespace bench;
 using nlohmann::json;
 
-// How far losses and gradient norms of the two sides may be apart, in so many first steps. Rounding
-// was 5e-7 with the default options and 2e-5 with a short warm-up, and grows with the steps; a
-// forgotten weight decay or rotary position was more than 1e-3.
+// The largest allowed difference of losses and gradient norms between ours and Python's, and the
+// number of first steps that are compared. Rounding gave 5e-7 with the default options and 2e-5
+// with a short warm-up, and it grows with the steps. A missing weight decay or rotary position
+// gave more than 1e-3.
 constexpr double kTolerance = 1e-4;
 constexpr size_t kCompared = 12;
 
@@ -57,7 +57,7 @@ struct Options {
   }
 };
 
-/// The first steps of a job.
+/// What the first steps of a training reported.
 struct Steps {
   std::vector<double> losses, grad_norms, seconds;
 
@@ -76,7 +76,7 @@ struct Steps {
 
 // ------------------------------------------------------------ Ours
 
-/// `fsdp train` with `words`, in as many ranks as there shall be.
+/// The command line of `fsdp train`, with ranks as processes or as threads.
 std::vector<std::string> tool_words(const Options& options, bool as_processes) {
   const auto ranks = std::to_string(options.ranks);
   std::vector<std::string> words{options.tool};
@@ -94,7 +94,7 @@ std::vector<std::string> tool_words(const Options& options, bool as_processes) {
   return words;
 }
 
-/// The job as the tool understands it, all options by their names.
+/// All options of the training by name, as `fsdp train --dry-run` reports them.
 json config_of(const Options& options) {
   auto words = tool_words(options, /*as_processes=*/false);
   words.emplace_back("--dry-run");
@@ -104,7 +104,7 @@ json config_of(const Options& options) {
   return plan["config"];
 }
 
-/// Takes the steps, then ends the tool, which is half-way.
+/// Runs the tool for `options.steps` steps, then stops it before it has finished.
 Steps run_tool(const Options& options, bool as_processes) {
   const std::unique_ptr<FILE, int (*)(FILE*)> complaints(tmpfile(), fclose);
   TORCH_CHECK(complaints, "no temporary file");
@@ -113,8 +113,8 @@ Steps run_tool(const Options& options, bool as_processes) {
   Steps steps;
   {
     Child tool(words, fileno(complaints.get()));
-    while (const auto line = tool.read_line()) { // to the end: it must not wait for us
-      const auto begin = std::min(line->find('{'), line->size()); // behind "[rank 0] "
+    while (const auto line = tool.read_line()) { // to the end, so that its pipe never fills up
+      const auto begin = std::min(line->find('{'), line->size()); // skips "[rank 0] "
       const auto event = json::parse(line->substr(begin), nullptr, /*allow_exceptions=*/false);
       if (!event.is_object() || event.value("event", "") != "step" ||
           steps.size() == static_cast<size_t>(options.steps)) {
@@ -138,7 +138,7 @@ Steps run_tool(const Options& options, bool as_processes) {
 
 // ------------------------------------------------------------ Python's
 
-/// The ranks of train.py, which live through all rounds.
+/// The ranks of train.py. The processes live through all rounds.
 class Python {
  public:
   Python(const Options& options, const json& config) {
@@ -162,7 +162,7 @@ class Python {
   Python(const Python&) = delete;
   Python& operator=(const Python&) = delete;
 
-  /// Those of rank 0.
+  /// Begins the training anew and returns the steps of rank 0.
   Steps run(int num_steps) {
     for (auto& child : children_) {
       child->tell(std::to_string(num_steps));
@@ -183,7 +183,7 @@ class Python {
 
 // ------------------------------------------------------------ Rounds and report
 
-/// The largest difference; throws where it is no rounding error.
+/// The largest difference of the first steps. Throws if it is more than a rounding error.
 double difference(const std::string& kind, const Steps& ours, const Steps& python) {
   double largest = 0;
   for (size_t i = 0; i < std::min(python.size(), kCompared); ++i) {
@@ -200,7 +200,7 @@ double difference(const std::string& kind, const Steps& ours, const Steps& pytho
 }
 
 struct Rounds {
-  std::map<std::string, std::vector<double>> seconds; // of a step
+  std::map<std::string, std::vector<double>> seconds; // of a step, by kind and round
   double difference = 0;
 
   std::vector<double> ratios(const std::string& kind) const {
@@ -237,7 +237,7 @@ bool is_kept(const Options& options, const std::string& kind, const Rounds& roun
   return median(rounds.ratios(kind)) >= bound_of(options, kind);
 }
 
-/// Of all ranks, in a round.
+/// tokens/s of all ranks together.
 Figure tokens_per_second(const json& config, const std::vector<double>& seconds) {
   const double tokens = config.at("batch").get<double>() * config.at("context").get<double>();
   return Figure(by_round(seconds.size(), [&](size_t i) { return tokens / seconds[i]; }));
@@ -313,7 +313,7 @@ int run(int argc, char** argv) {
   app.add_option("job", options.job, "Options of fsdp train, behind --");
   app.footer("Example: ./fsdp bench train --ranks 2 -- --model small --context 256");
   CLI11_PARSE(app, argc, argv);
-  // For processes; ranks as threads divide the cores by themselves.
+  // For ranks as processes; ranks as threads divide the cores by default.
   setenv("OMP_NUM_THREADS", std::to_string(options.threads_per_rank()).c_str(), /*replace=*/1);
   const auto config = config_of(options);
   TORCH_CHECK(

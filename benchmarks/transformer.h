@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-// The model of the benchmarks: as Llama, without rotary embedding. transformer.py
-// has the same one in Python, module by module and operator by operator: change both.
+// The model of the benchmarks: like Llama, but without rotary embedding. transformer.py
+// has the same model in Python, module by module and operator by operator: change both.
 
 namespace bench {
 
@@ -34,8 +34,9 @@ struct RmsNormImpl : torch::nn::Module {
 };
 TORCH_MODULE(RmsNorm);
 
-/// Nine parameters. To see what their number costs: for more, norms behind it;
-/// for fewer, so many linear layers instead.
+/// A transformer block with nine parameters. To measure what the number of parameters
+/// costs, a block with more has norms behind it, and a block with fewer consists of that
+/// many linear layers instead.
 struct BlockImpl : torch::nn::Module {
   static constexpr int64_t kParams = 9;
 
@@ -129,7 +130,7 @@ struct TransformerImpl : torch::nn::Module {
 };
 FSDP_MODULE(Transformer);
 
-/// The same values in every language.
+/// Gives the parameters the same values as transformer.py does.
 inline void fill_parameters(torch::nn::Module& model) {
   torch::NoGradGuard no_grad;
   for (auto& parameter : model.parameters()) {
@@ -138,7 +139,7 @@ inline void fill_parameters(torch::nn::Module& model) {
   }
 }
 
-/// One group per block and one for the rest, freed after each forward.
+/// Makes one group per block and one for the other parameters.
 inline void shard(Transformer& net, const fsdp::FullyShardOptions& options) {
   for (auto& block : net->blocks) {
     fsdp::fully_shard(block, options);
@@ -146,11 +147,11 @@ inline void shard(Transformer& net, const fsdp::FullyShardOptions& options) {
   fsdp::fully_shard(net, options);
 }
 
-/// The next token, of a batch that is the same in every language; another one for every
-/// `number`.
+/// A batch of tokens and the tokens to predict. transformer.py makes the same values.
+/// Batches with different numbers have different values.
 struct Batch {
-  torch::Tensor tokens;  // batch, sequence
-  torch::Tensor targets; // batch * sequence
+  torch::Tensor tokens;  // of shape {size, sequence}
+  torch::Tensor targets; // of shape {size * sequence}
 
   Batch(int64_t size, int64_t sequence, int64_t vocabulary, int64_t number = 0) {
     const auto position = torch::arange(size * sequence) + 5 * number;

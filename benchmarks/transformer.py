@@ -1,4 +1,4 @@
-"""The model of transformer.h, in Python: change both."""
+"""The model of transformer.h in Python: change both."""
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +92,7 @@ def batch_of(size, sequence, vocabulary, number=0):
 
 
 def check_step(parameters, forward_backward):
-    """Loss and gradients of one step, and its collectives."""
+    """Returns the loss, the gradient norm and the numbers of collectives of one step."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     comm = CommDebugMode()

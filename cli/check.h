@@ -6,25 +6,25 @@
 
 namespace fsdp::cli {
 
-/// Numbers that training cannot go on with: NaN or infinity, on every rank alike.
+/// The loss or a gradient is NaN or infinite. Every rank throws it in the same step.
 class NonFiniteError : public c10::Error {
   using Error::Error;
 };
 
-// Exit codes by kind of error; a signal gives 128 + its number.
+// Exit codes by kind of error. If a signal ends the tool, the code is 128 + the signal's number.
 inline constexpr int kFailed = 1;
 inline constexpr int kBadConfig = 2;
 inline constexpr int kCommunication = 3;
 inline constexpr int kCheckpoint = 4;
 inline constexpr int kNonFinite = 5;
 
-/// Throws ConfigError with a message made of the pieces: it names the option
-/// and the way out.
+/// Throws ConfigError. The pieces make up the message, which names the option and the remedy.
 template <class... Pieces>
 [[noreturn]] void refuse(const Pieces&... pieces) {
   throw ConfigError({__func__, __FILE__, __LINE__}, c10::str(pieces...));
 }
 
+/// Calls `refuse` unless `good`.
 template <class... Pieces>
 void check_config(bool good, const Pieces&... pieces) {
   if (!good) {

@@ -1,4 +1,4 @@
-// `fsdp inspect`, `fsdp verify` and `fsdp convert`: checkpoints as files.
+// `fsdp inspect`, `fsdp verify` and `fsdp convert`: list, check and convert checkpoints.
 #include <algorithm>
 #include <cstdio>
 #include <ctime>
@@ -24,7 +24,7 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr const char* kPathHelp =
-    "A checkpoint, a series of them (then its latest), a Hugging Face folder or a "
+    "A checkpoint, a folder of checkpoints (the latest is used), a Hugging Face folder or a "
     "safetensors file";
 
 std::string hex(uint32_t number) {
@@ -46,12 +46,12 @@ ordered_json value_json(const Value& value) {
   return std::visit([](const auto& held) { return ordered_json(held); }, value);
 }
 
-/// The first of a list, and how many there are besides.
+/// The first string, followed by " +n" if there are n more. "-" if there are none.
 std::string first_of(const std::vector<std::string>& all) {
   return all.empty() ? "-" : all[0] + (all.size() > 1 ? c10::str(" +", all.size() - 1) : "");
 }
 
-/// Rows of words, in columns as wide as they have to be. Numbers to the right.
+/// Prints rows in columns. The columns in `right` are aligned to the right, the others to the left.
 void print_table(const std::vector<std::vector<std::string>>& rows, const std::set<size_t>& right) {
   std::vector<size_t> widths(rows[0].size());
   for (const auto& row : rows) {
@@ -197,8 +197,8 @@ int verify(const std::string& path) {
     screen.labelled(
         "note", c10::str(
                     binary_size(report.unchecked_bytes), " of ", binary_size(report.bytes),
-                    " have no checksums: changed bytes among them are not seen; ",
-                    "fsdp convert --format sharded makes some"));
+                    " have no checksums, so changed bytes in them cannot be detected; ",
+                    "fsdp convert --format sharded adds checksums"));
   }
   const auto read = c10::str(
       plural(report.num_tensors, "tensor"), ", ", binary_size(report.bytes), " in ",
@@ -237,13 +237,14 @@ ConvertOptions convert_options(const ConvertWords& words) {
   ConvertOptions options{.overwrite = words.overwrite};
   const bool full = words.format == "full";
   options.format = full ? ConvertOptions::Format::full : ConvertOptions::Format::sharded;
-  check_config(!full || words.ranks == 0, "--ranks ", words.ranks, ": goes with --format sharded");
   check_config(
-      full || words.files_of == 0, "--files-of: goes with --format full; the files of a sharded ",
-      "one are one for each of --ranks");
+      !full || words.ranks == 0, "--ranks ", words.ranks, ": only valid with --format sharded");
+  check_config(
+      full || words.files_of == 0, "--files-of: only valid with --format full; a sharded ",
+      "checkpoint has one file per rank, see --ranks");
   check_config(
       !words.output.ends_with(".safetensors"), words.output,
-      ": what is written is a folder; name it without .safetensors");
+      ": the output is a folder; choose a name without .safetensors");
   if (words.ranks > 0) {
     options.num_ranks = words.ranks;
   }
@@ -257,10 +258,10 @@ ConvertOptions convert_options(const ConvertWords& words) {
     options.only = words.only;
   }
   for (const auto& rule : words.renames) {
-    const auto at = rule.rfind('='); // (?=...) may be in the first part
+    const auto at = rule.rfind('='); // FROM may contain '=', as in (?=...)
     check_config(
         at != std::string::npos && at > 0, "--rename '", rule,
-        "': has to be FROM=TO, for example 'model\\.(.*)=$1'");
+        "': it must be FROM=TO, for example 'model\\.(.*)=$1'");
     options.names.push_back({rule.substr(0, at), rule.substr(at + 1)});
   }
   return options;
@@ -277,7 +278,7 @@ int convert(const ConvertWords& words) {
     screen.labelled(
         "note", c10::str(
                     plural(report.values_left_out, "value"),
-                    " left out: a full model has no place for what is no tensor"));
+                    " left out: the full format stores only tensors"));
   }
   return 0;
 }
@@ -285,19 +286,19 @@ int convert(const ConvertWords& words) {
 } // namespace
 
 void add_inspect(CLI::App& app, Action& action) {
-  auto* command = app.add_subcommand("inspect", "List what a checkpoint holds");
+  auto* command = app.add_subcommand("inspect", "List the contents of a checkpoint");
   auto path = std::make_shared<std::string>();
   auto json = std::make_shared<bool>(false);
   command->add_option("path", *path, kPathHelp)->required();
-  command->add_flag("--json", *json, "As JSON, with every piece and checksum");
+  command->add_flag("--json", *json, "Print JSON, with every piece and checksum");
   command->callback([=, &action] { action = [=] { return inspect(*path, *json); }; });
 }
 
 void add_verify(CLI::App& app, Action& action) {
-  auto* command = app.add_subcommand("verify", "Read all of a checkpoint and check it");
+  auto* command = app.add_subcommand("verify", "Read a whole checkpoint and check it for damage");
   auto path = std::make_shared<std::string>();
   command->add_option("path", *path, kPathHelp)->required();
-  command->footer("Exit code: 0 good, 1 bad, 4 no checkpoint there.");
+  command->footer("Exit code: 0 good, 1 bad, 4 no checkpoint found.");
   command->callback([=, &action] { action = [=] { return verify(*path); }; });
 }
 
@@ -310,30 +311,35 @@ void add_convert(CLI::App& app, Action& action) {
   command
       ->add_option(
           "--format", words->format,
-          "full: whole tensors, a Hugging Face style folder; sharded: as fsdp saves it")
+          "full: whole tensors in a Hugging Face style folder; sharded: the format of fsdp's own "
+          "checkpoints")
       ->check(CLI::IsMember({"full", "sharded"}))
       ->capture_default_str();
   std::vector<std::string> dtypes;
   for (const auto& [name, dtype] : kDtypes) {
     dtypes.push_back(name);
   }
-  command->add_option("--dtype", words->dtype, "Of floating-point tensors")
+  command->add_option("--dtype", words->dtype, "Convert floating-point tensors to this dtype")
       ->check(CLI::IsMember(dtypes));
-  command->add_option("--ranks", words->ranks, "Sharded: number of files, one per rank (1)")
+  command->add_option("--ranks", words->ranks, "Number of files, for --format sharded [1]")
       ->check(CLI::Range(1, 1 << 20));
-  command->add_option("--files-of", words->files_of, "Full: size of files, as in 5GB (5GiB)")
+  command
+      ->add_option(
+          "--files-of", words->files_of,
+          "Largest size of a file, for --format full, e.g. 5GB [5GiB]")
       ->transform(CLI::AsSizeValue(/*kb_is_1000=*/true));
-  // No extra arguments: CLI11 would take "[1,2]" for two.
+  // No extra arguments: CLI11 would read "[1,2]" as two values.
   command
       ->add_option(
           "--rename", words->renames,
-          "'FROM=TO': names that the regular expression FROM matches become TO, with $1...; "
-          "may be given again, the first that matches counts")
+          "'FROM=TO': names that match the regular expression FROM become TO, which may contain "
+          "$1; can be repeated, the first match counts")
       ->allow_extra_args(false);
-  command->add_option("--only", words->only, "Regular expression of names to take");
-  command->add_flag("--overwrite", words->overwrite, "Replace a checkpoint that is at OUT");
+  command->add_option(
+      "--only", words->only, "Convert only names that match this regular expression");
+  command->add_flag("--overwrite", words->overwrite, "Replace an existing checkpoint at OUT");
   command->footer(
-      "Example, the model of a training checkpoint for others to load:\n"
+      "Example: export the model of a training run for other tools:\n"
       "  fsdp convert runs/1/checkpoints hf --dtype bf16 --only 'model\\..*' "
       "--rename 'model\\.(.*)=$1'");
   command->callback([=, &action] { action = [=] { return convert(*words); }; });

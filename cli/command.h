@@ -6,10 +6,10 @@
 
 namespace fsdp::cli {
 
-/// What a chosen command does; its result is the exit code.
+/// Runs a command and returns its exit code.
 using Action = std::function<int()>;
 
-// Each adds one command to the tool, and sets `action` when it is chosen.
+// Each function adds one command to the tool. Parsing sets `action` if the user chose it.
 void add_convert(CLI::App& app, Action& action);
 void add_doctor(CLI::App& app, Action& action);
 void add_generate(CLI::App& app, Action& action);

@@ -1,4 +1,4 @@
-// `fsdp doctor`: what is there, and what is missing.
+// `fsdp doctor`: checks whether this machine has what the tool needs.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/resource.h>
@@ -29,21 +29,21 @@ namespace fsdp::cli {
 
 namespace {
 
-constexpr int64_t kLittleSharedMemory = 64 << 20; // NCCL wants some for each pair of ranks
+constexpr int64_t kLittleSharedMemory = 64 << 20; // NCCL needs some for each pair of ranks
 constexpr int64_t kLittleDisk = int64_t{1} << 30;
 constexpr rlim_t kFewFiles = 1024;
 
-/// One line per thing; what is needed and missing decides the exit code.
+/// Prints one line per check. The exit code is 0 unless something essential is broken.
 class Findings {
  public:
   void good(const std::string& what, const std::string& text) {
     say(what, "ok       " + text);
   }
-  /// Some things do not work without it.
+  /// Something is missing that only some features need.
   void lacking(const std::string& what, const std::string& text) {
     say(what, "missing  " + text);
   }
-  /// Nothing works without it.
+  /// Something is broken that everything needs.
   void bad(const std::string& what, const std::string& text) {
     say(what, "BROKEN   " + text);
     broken_ = true;
@@ -66,7 +66,7 @@ void look_at_tools(Findings& findings) {
   for (const auto* name : {"g++", "cmake", "ninja", "git"}) {
     const auto path = find_in_path(name);
     if (path.empty()) {
-      findings.lacking(name, "not in PATH; it is needed to build, not to run");
+      findings.lacking(name, "not in PATH; only needed to build");
     } else {
       findings.good(name, path);
     }
@@ -88,17 +88,18 @@ void look_at_torch(Findings& findings) {
   if (torch::cuda::is_available()) {
     findings.good("cuda", c10::str(torch::cuda::device_count(), " devices"));
   } else {
-    findings.lacking("cuda", "this torch finds no device; training runs on the CPU");
+    findings.lacking("cuda", "torch finds no CUDA device; training runs on the CPU");
   }
 }
 
-/// Two ranks of the backend add up one number.
+/// Runs an all-reduce over two ranks that are threads.
 void try_threads(Findings& findings) {
   try {
     run_ranks(2, [](int) {
       const auto one = torch::ones({1});
       default_group().all_reduce(one);
-      TORCH_CHECK(one.item<double>() == 2, "two ranks add up to ", one.item<double>());
+      TORCH_CHECK(
+          one.item<double>() == 2, "the sum over two ranks is ", one.item<double>(), ", not 2");
     });
     findings.good("threads", "ranks as threads of one process");
   } catch (const c10::Error& error) {
@@ -106,7 +107,8 @@ void try_threads(Findings& findings) {
   }
 }
 
-/// A world of one process, through the backend's own transport.
+/// Runs an all-reduce in a world of one process, over the backend's own transport. `without` says
+/// what does not work if that fails.
 void try_backend(Findings& findings, const char* name, int port, const char* without) {
   try {
     init_process_group(
@@ -128,7 +130,7 @@ void try_backend(Findings& findings, const char* name, int port, const char* wit
   }
 }
 
-/// A port of the loopback address that is free, or 0.
+/// A free port of the loopback address, or 0.
 int free_port() {
   const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   sockaddr_in address{};
@@ -148,9 +150,10 @@ int64_t free_bytes(const char* path) {
 
 void look_at_system(Findings& findings, int port) {
   if (port > 0) {
-    findings.good("ports", c10::str("127.0.0.1 gives free ones, ", port, " for example"));
+    findings.good("ports", c10::str("127.0.0.1 has free ports, for example ", port));
   } else {
-    findings.lacking("ports", "127.0.0.1 gives none; fsdp run cannot start ranks as processes");
+    findings.lacking(
+        "ports", "127.0.0.1 has no free port; fsdp run cannot start ranks as processes");
   }
   const auto shared = free_bytes("/dev/shm");
   if (shared >= kLittleSharedMemory) {
@@ -171,10 +174,11 @@ void look_at_system(Findings& findings, int port) {
   rlimit limit{};
   getrlimit(RLIMIT_NOFILE, &limit);
   if (limit.rlim_cur >= kFewFiles) {
-    findings.good("files", c10::str(limit.rlim_cur, " may be open at once"));
+    findings.good("files", c10::str(limit.rlim_cur, " files can be open at once"));
   } else {
     findings.lacking(
-        "files", c10::str("only ", limit.rlim_cur, " may be open; try ulimit -n 4096"));
+        "files",
+        c10::str("only ", limit.rlim_cur, " files can be open at once; try ulimit -n 4096"));
   }
 }
 
@@ -194,12 +198,12 @@ int doctor() {
   const int port = free_port();
   try_threads(findings);
   if (port > 0) {
-    try_backend(findings, "gloo", port, "fsdp run cannot work on the CPU");
+    try_backend(findings, "gloo", port, "fsdp run does not work on the CPU");
   }
   if (torch::cuda::is_available() && port > 0) {
-    try_backend(findings, "nccl", free_port(), "ranks as threads still reach the GPUs");
+    try_backend(findings, "nccl", free_port(), "ranks as threads can still use the GPUs");
   } else {
-    findings.lacking("nccl", "it needs a GPU");
+    findings.lacking("nccl", "needs a GPU");
   }
   look_at_system(findings, port);
   look_at_text(findings);
@@ -209,7 +213,8 @@ int doctor() {
 } // namespace
 
 void add_doctor(CLI::App& app, Action& action) {
-  auto* command = app.add_subcommand("doctor", "Say what is there, and what is missing");
+  auto* command =
+      app.add_subcommand("doctor", "Check whether this machine has what the tool needs");
   command->callback([&action] { action = doctor; });
 }
 

@@ -52,7 +52,7 @@ bool write_aside(const std::filesystem::path& path, const std::string& text) {
     return true;
   }
   const int error = errno;
-  unlink(aside.c_str()); // half of it would only take space
+  unlink(aside.c_str()); // a partial file only takes space
   errno = error;
   return false;
 }

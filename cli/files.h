@@ -5,20 +5,20 @@
 
 namespace fsdp::cli {
 
-// By hand, in part: one supported torch exports its own, broken parts of
-// std::filesystem.
+// These functions use system calls: one supported torch exports broken copies of some functions
+// of std::filesystem.
 
-/// A regular one, or a link to it.
+/// Returns true for a regular file, or a link to one.
 bool is_file(const std::filesystem::path& path);
-/// The same of a folder.
+/// Returns true for a folder, or a link to one.
 bool is_folder(const std::filesystem::path& path);
-/// As the same file is called from any folder; as it is where there is none.
+/// The absolute path without links. Returns `path` unchanged if nothing exists there.
 std::string real_path(const std::string& path);
-/// Where a shell would find the program; empty where it would not.
+/// The path at which a shell would find `program`. Empty if there is none.
 std::string find_in_path(const std::string& program);
 
-/// Writes all of a small file or leaves what was there, so that whoever looks
-/// meanwhile never sees half of it. False where that failed: errno says why.
+/// Replaces a small file atomically: readers see the old text or the new one, never a part of it.
+/// Returns false and leaves the old file if that fails; errno says why.
 bool write_aside(const std::filesystem::path& path, const std::string& text);
 
 } // namespace fsdp::cli

@@ -39,7 +39,7 @@ void become(const std::vector<std::string>& words) {
   auto arguments = exec_words(words);
   arguments.insert(arguments.begin(), program_invocation_name);
   execv("/proc/self/exe", arguments.data());
-  throw std::system_error(errno, std::generic_category(), "fsdp cannot be started again");
+  throw std::system_error(errno, std::generic_category(), "cannot start fsdp again");
 }
 
 std::vector<std::string> own_words() {

@@ -5,20 +5,20 @@
 
 namespace fsdp::cli {
 
-/// A word as a shell takes it: with quotes where it needs them.
+/// The word as it is typed in a shell: in quotes if it needs them.
 std::string quoted(const std::string& word);
 
-/// How to start this tool again from here, for commands that are printed: "fsdp",
-/// "./fsdp". The script ./fsdp says it by FSDP_COMMAND; else it is what was typed.
+/// How the user starts this tool, for commands that are printed: "fsdp", "./fsdp". The script
+/// ./fsdp passes it in FSDP_COMMAND. Without that variable it is the name that was typed.
 std::string invocation();
 
-/// As exec takes them: valid as long as the words.
+/// The words as a null-terminated array for exec. The pointers are valid as long as `words`.
 std::vector<char*> exec_words(const std::vector<std::string>& words);
 
-/// Runs this tool with other words in place of this process, which has not begun any work.
-/// Comes back only to throw.
+/// Replaces this process by this tool with other arguments. Call it before any work has begun.
+/// Throws std::system_error if that fails.
 [[noreturn]] void become(const std::vector<std::string>& words);
-/// The words that it was started with, behind its name.
+/// The arguments that this process was started with, without the program's name.
 std::vector<std::string> own_words();
 
 } // namespace fsdp::cli

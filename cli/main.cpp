@@ -20,7 +20,8 @@
 
 namespace {
 
-/// CLI11 would only say that a subcommand is required.
+/// Throws ConfigError with the nearest name if there is no such command. CLI11 would only say that
+/// a subcommand is required.
 void check_command(const CLI::App& app, int argc, char** argv) {
   if (argc < 2 || argv[1][0] == '-') {
     return;
@@ -37,7 +38,8 @@ void check_command(const CLI::App& app, int argc, char** argv) {
                                           fsdp::cli::did_you_mean(argv[1], known));
 }
 
-/// CLI11 would only say that it did not expect the word.
+/// Throws ExtrasError with the nearest name if there is no such option. CLI11 would only say that
+/// it did not expect the word.
 void check_options(const CLI::App& command, const std::vector<std::string>& words) {
   std::vector<std::string> known;
   for (const auto* option : command.get_options()) {
@@ -58,8 +60,8 @@ void check_options(const CLI::App& command, const std::vector<std::string>& word
   }
 }
 
-/// The words of `train` with what its --config says, last word first as CLI11
-/// wants them; none for the other commands.
+/// The arguments of `train`, with --config replaced by the options in the file. The last one comes
+/// first, as CLI11 expects it. Empty for other commands.
 std::vector<std::string> words_of_train(int argc, char** argv) {
   if (argc < 2 || std::string(argv[1]) != "train") {
     return {};
@@ -70,8 +72,8 @@ std::vector<std::string> words_of_train(int argc, char** argv) {
   return words;
 }
 
-/// Takes the words behind the first `--`, which are no business of CLI11's, for
-/// the program that `run` starts. Returns how many words are left to parse.
+/// Passes the words after the first `--` to `run`, which starts them as a program; CLI11 must not
+/// parse them. Returns how many words are left to parse.
 int cut_program(const CLI::App& app, int argc, char** argv) {
   if (argc < 2 || std::string(argv[1]) != "run") {
     return argc;
@@ -98,7 +100,7 @@ int main(int argc, char** argv) {
       "fsdp " FSDP_VALUE_TEXT(FSDP_VERSION_MAJOR) "." FSDP_VALUE_TEXT(
           FSDP_VERSION_MINOR) "." FSDP_VALUE_TEXT(FSDP_VERSION_PATCH) ", torch " TORCH_VERSION);
   app.require_subcommand(1);
-  signal(SIGXFSZ, SIG_IGN); // a file that may not grow is an error that names it
+  signal(SIGXFSZ, SIG_IGN); // a write beyond the limit on file sizes then fails with an error
   fsdp::cli::Action action;
   fsdp::cli::add_train(app, action);
   fsdp::cli::add_run(app, action);
@@ -124,7 +126,7 @@ int main(int argc, char** argv) {
     const int code = action();
     std::cout.flush();
     if (!std::cout && code == 0) {
-      return complain("what it has to say cannot be written", fsdp::cli::kFailed);
+      return complain("cannot write to standard output", fsdp::cli::kFailed);
     }
     return code;
   } catch (const CLI::ParseError& error) {

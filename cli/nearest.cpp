@@ -7,7 +7,7 @@ namespace fsdp::cli {
 
 namespace {
 
-/// Letters to add, take away or change (Levenshtein).
+/// Levenshtein distance: how many letters have to be added, removed or changed.
 size_t distance(const std::string& a, const std::string& b) {
   std::vector<size_t> row(b.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});
@@ -29,7 +29,7 @@ std::string nearest(const std::string& word, const std::vector<std::string>& kno
   std::string best;
   size_t least = std::max<size_t>(2, word.size() / 3) + 1;
   for (const auto& candidate : known) {
-    // What was begun is near, however much of it is missing.
+    // The beginning of a known word is similar to it, however many letters are missing.
     const bool begun = word.size() >= 5 && candidate.starts_with(word);
     const auto away = begun ? 1 : distance(word, candidate);
     if (away < least && away < candidate.size()) {

@@ -5,11 +5,10 @@
 
 namespace fsdp::cli {
 
-/// "; did you mean 'x'?" where one of `known` is near to `word`, else "; there
-/// are: x, y".
+/// Returns "; did you mean 'x'?" if one of `known` is similar to `word`, else "; there are: x, y".
 std::string did_you_mean(const std::string& word, const std::vector<std::string>& known);
 
-/// The one that takes the fewest changed letters; empty where none is near.
+/// The known word that differs in the fewest letters. Empty if none is similar.
 std::string nearest(const std::string& word, const std::vector<std::string>& known);
 
 } // namespace fsdp::cli

@@ -1,5 +1,5 @@
-# Finds LibTorch inside a Python interpreter's torch: FSDP_PYTHON, else python3;
-# or wherever CMAKE_PREFIX_PATH leads.
+# Finds LibTorch in the torch of the interpreter FSDP_PYTHON. If that is not set, finds it through
+# CMAKE_PREFIX_PATH.
 
 if(FSDP_PYTHON)
   execute_process(
@@ -14,11 +14,11 @@ endif()
 find_package(Torch REQUIRED)
 message(STATUS "Torch ${Torch_VERSION}")
 
-# Built binaries are laid out as installed ones are, so both find the library and torch in the
-# same way. An installation that moves torch sets its own RPATH or LD_LIBRARY_PATH.
+# The build folder has the layout of an installation, so binaries in both find the library and torch
+# by the same RPATH. If torch moves after the installation, set RPATH or LD_LIBRARY_PATH.
 get_filename_component(torch_lib_dir ${TORCH_LIBRARY} DIRECTORY)
 set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
 set(CMAKE_INSTALL_RPATH "$ORIGIN/../${CMAKE_INSTALL_LIBDIR}" ${torch_lib_dir})
-if(TORCH_CUDA_LIBRARIES) # which lie elsewhere
+if(TORCH_CUDA_LIBRARIES) # they are in other folders
   set(CMAKE_INSTALL_RPATH_USE_LINK_PATH ON)
 endif()

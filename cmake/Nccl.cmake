@@ -1,11 +1,11 @@
-# Picks nccl_backend.cpp where torch has CUDA and nccl.h is there, else its twin
-# no_nccl.cpp.
+# Compiles nccl_backend.cpp if torch has CUDA and nccl.h is found, else no_nccl.cpp, which defines
+# the same functions.
 
 set(use_nccl OFF)
 if(TORCH_CUDA_LIBRARIES AND NOT FSDP_NCCL STREQUAL "OFF")
   find_path(FSDP_NCCL_INCLUDE nccl.h HINTS ENV NCCL_HOME PATH_SUFFIXES include)
   if(NOT FSDP_NCCL_INCLUDE AND FSDP_PYTHON)
-    # pip's CUDA torch brings NCCL along as a package of its own.
+    # The CUDA torch of pip depends on a package that contains NCCL.
     execute_process(
       COMMAND ${FSDP_PYTHON} -c
               "import nvidia.nccl as n; print(list(n.__path__)[0] + '/include')"

@@ -1,11 +1,10 @@
-# What keeps compiling quick. A file that includes torch costs seconds before its own first line
-# is read, so torch's headers are compiled beforehand, and the files of a room are compiled
-# together.
+# Makes compiling quick. A compiler takes seconds to read torch's headers, so they are precompiled,
+# and the files of a room are compiled together.
 
 option(FSDP_UNITY "Compile the files of a room as one unit" ON)
 
-# fsdp_add_header(NAME headers...): headers that are compiled beforehand. A compiler takes them
-# only with the flags that they were compiled with.
+# fsdp_add_header(NAME headers...): adds precompiled headers. A compiler uses them only with the
+# flags that they were compiled with.
 function(fsdp_add_header name)
   add_library(${name} OBJECT ${PROJECT_SOURCE_DIR}/cmake/precompiled.cpp)
   target_link_libraries(${name} PRIVATE fsdp_build_flags ${TORCH_LIBRARIES})
@@ -15,7 +14,7 @@ function(fsdp_add_header name)
   set_target_properties(${name} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
 endfunction()
 
-# fsdp_use_header(TARGET NAME): gives TARGET the flags of this project and the headers.
+# fsdp_use_header(TARGET NAME): gives TARGET the flags of this project and the precompiled headers.
 function(fsdp_use_header target name)
   target_link_libraries(${target} PRIVATE fsdp_build_flags)
   target_precompile_headers(${target} REUSE_FROM ${name})
@@ -26,8 +25,8 @@ endfunction()
 
 fsdp_add_header(fsdp_header)
 
-# fsdp_add_unit(TARGET UNIT [IN folder] FILES...): sources that are compiled together. A unit that
-# takes a compiler longer than half a minute is better divided.
+# fsdp_add_unit(TARGET UNIT [IN folder] FILES...): adds sources that are compiled together. Divide a
+# unit that takes longer than half a minute to compile.
 function(fsdp_add_unit target unit)
   cmake_parse_arguments(arg "" "IN" "FILES" ${ARGN})
   if(arg_IN)

@@ -1,9 +1,9 @@
-# Run by ctest, so that a new suite is found without configuring again.
+# ctest runs this file, so that it finds a new suite without configuring again.
 
-# fsdp_add_suites(ROOM binary LABELS... TIMEOUT seconds COST number SOURCES...): a test of ctest for every
-# suite that the sources define. Starting a process that loads LibTorch takes longer than most
-# cases, so the cases of a suite share one. It has one OpenMP thread, because ranks are threads
-# already, and no GPU: the tests that want one are whole binaries.
+# fsdp_add_suites(ROOM binary LABELS... TIMEOUT seconds COST number SOURCES...): adds a ctest test
+# for every suite that the sources define. Starting a process that loads LibTorch takes longer than
+# most cases, so the cases of a suite share a process. The process has one OpenMP thread, because
+# ranks are already threads, and no GPU: tests that need a GPU are whole binaries.
 function(fsdp_add_suites room binary)
   cmake_parse_arguments(arg "" "TIMEOUT;COST" "LABELS;SOURCES" ${ARGN})
   set(suites)

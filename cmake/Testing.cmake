@@ -1,4 +1,4 @@
-# fsdp_add_test(NAME LABELS... [TIMEOUT seconds] [COST number] SOURCES... [OBJECTS...]): one
+# fsdp_add_test(NAME LABELS... [TIMEOUT seconds] [COST number] SOURCES... [OBJECTS...]): adds a
 # GoogleTest binary. Suites of a higher cost start earlier. Every suite has a time limit and labels:
 #   unit     no ranks            ranks    ranks as threads
 #   process  ranks as processes  parity   against Python's torch
@@ -7,13 +7,13 @@
 
 find_package(GTest REQUIRED)
 
-# Tests are not optimised: they compile in half the time, and the library that they test is.
+# Tests are not optimised, so that they compile in half the time. The library is optimised.
 fsdp_add_header(fsdp_test_header <gtest/gtest.h> <fsdp/fsdp.h>)
 target_compile_options(fsdp_test_header PRIVATE -O0)
 target_include_directories(fsdp_test_header PRIVATE ${PROJECT_SOURCE_DIR}/include)
 target_link_libraries(fsdp_test_header PRIVATE GTest::gtest)
 
-# What `./fsdp test` builds; the benchmarks are not among it.
+# Builds all tests, but no benchmarks; `./fsdp test` uses it.
 add_custom_target(tests)
 
 function(fsdp_link_test name)
@@ -45,8 +45,9 @@ function(fsdp_add_test name)
        "LABELS ${arg_LABELS} TIMEOUT ${arg_TIMEOUT} COST ${arg_COST} SOURCES ${sources})\n")
 endfunction()
 
-# A whole binary is one test on a GPU, and has it for itself: to open the device takes longer
-# than most tests, and some measure time or memory.
+# fsdp_add_whole_test(TEST binary arguments...): adds a whole binary as one test on a GPU, because
+# opening the device takes longer than most cases. No other test runs at the same time, because some
+# cases measure time or memory.
 function(fsdp_add_whole_test test binary)
   add_test(NAME ${test} COMMAND ${binary} ${ARGN})
   set_tests_properties(
@@ -55,7 +56,7 @@ function(fsdp_add_whole_test test binary)
                SKIP_REGULAR_EXPRESSION "there is no GPU here")
 endfunction()
 
-# fsdp_add_gpu_test(NAME SOURCES...): a binary that needs a GPU.
+# fsdp_add_gpu_test(NAME SOURCES...): adds a binary that needs a GPU.
 function(fsdp_add_gpu_test name)
   cmake_parse_arguments(arg "" "" "SOURCES" ${ARGN})
   add_executable(${name} ${arg_SOURCES})
@@ -66,9 +67,9 @@ function(fsdp_add_gpu_test name)
   fsdp_add_whole_test(${name} ${name})
 endfunction()
 
-# fsdp_also_on_gpu(NAME [EXCEPT patterns...]): the tests of the binary NAME once more, with
-# models and batches on a GPU; only where torch has CUDA. PLACED: and again with every gather
-# placed.
+# fsdp_also_on_gpu(NAME [PLACED] [EXCEPT patterns...]): if torch has CUDA, runs the tests of the
+# binary NAME again with models and batches on a GPU. With PLACED, runs them a third time with
+# FSDP_PLACED_GATHERS=always.
 function(fsdp_also_on_gpu name)
   cmake_parse_arguments(arg "PLACED" "" "EXCEPT" ${ARGN})
   list(JOIN arg_EXCEPT ":" except)

@@ -1,4 +1,4 @@
-# Compiler settings of every target here; nothing of it is exported.
+# Compiler settings of every target of this project. None of them is exported.
 
 set(CMAKE_CXX_STANDARD 20)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
@@ -12,7 +12,7 @@ if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE Release)
 endif()
 
-# The quickest linker that is there; the default one takes seconds per test binary.
+# Uses the quickest linker that is installed: the default one takes seconds per test binary.
 include(CheckLinkerFlag)
 foreach(linker lld mold)
   check_linker_flag(CXX -fuse-ld=${linker} FSDP_HAVE_${linker})
@@ -26,10 +26,11 @@ add_library(fsdp_build_flags INTERFACE)
 target_compile_options(
   fsdp_build_flags
   INTERFACE -Wall -Wextra -Wpedantic -Wno-missing-field-initializers
-            # One -fPIC for all: GCC drops a precompiled header made with other flags.
+            # -fPIC for all targets: GCC ignores a precompiled header made with other flags.
             -fPIC
             $<$<BOOL:${FSDP_WERROR}>:-Werror>
-            # GCC takes the files of a unit for headers, where such a field would be a mistake.
+            # GCC takes the files of a unit for headers, in which a field of a type from an
+            # anonymous namespace would be a mistake.
             $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>
             $<$<CXX_COMPILER_ID:GNU>:-Winvalid-pch -Werror=invalid-pch -fpch-preprocess>)
 if(FSDP_SANITIZE)

@@ -1,8 +1,8 @@
 """progress.py COMMAND...: runs ninja or ctest and shows one line of progress instead of hundreds.
 
-On a terminal the line is rewritten in place; elsewhere one is printed every half minute. What
-failed is shown whole, and so is everything that is not progress. A run of tests ends with the
-ten slowest. Exits as the command does.
+On a terminal the line is rewritten in place; elsewhere a line is printed every half minute. All
+output that is not progress is shown, also that of failures. A run of tests ends with a list of the
+ten slowest tests. The exit code is that of the command.
 """
 
 import os
@@ -24,12 +24,12 @@ CTEST_NOISE = re.compile(r"^(Test project |Internal ctest| +Start +\d+: )")
 CTEST_SUMMARY = re.compile(r"^\d+% tests passed")
 GOOD_RESULTS = ("Passed", "***Skipped")
 SECONDS_BETWEEN_LINES = 30
-SHARE_BEFORE_A_GUESS = 0.2  # the slowest tests come first
+SHARE_BEFORE_A_GUESS = 0.2  # an earlier guess would be too high: the slowest tests come first
 PLANNED_SHARE_BEFORE_A_GUESS = 0.03
 NUM_SLOWEST = 10
 
-# How long ninja's steps take, by what they are called: a link is one, a file ten. Everything else
-# waits for a precompiled header.
+# How long ninja's steps take, by a part of their name, relative to a link. A precompiled header
+# counts most, because everything else waits for it.
 COSTS = (("cmake_pch", 150), ("Unity/unity_", 50), ("Building", 10), ("", 1))
 
 
@@ -47,7 +47,7 @@ class Line:
     def __init__(self, out, is_terminal, costs):
         self.out = out
         self.is_terminal = is_terminal
-        self.costs = costs  # of all steps, where they are known before
+        self.costs = costs  # of all steps; empty if they are not known in advance
         self.done, self.total, self.what = 0, len(costs), ""
         self.done_cost = 0
         self.began = self.printed = time.monotonic()
@@ -59,7 +59,7 @@ class Line:
         self.show()
 
     def show(self):
-        """Also to be called while nothing ends: time goes on."""
+        """Shows the line. Call it also while no step ends, to update the time."""
         now = time.monotonic()
         if not self.is_terminal and now - self.printed < SECONDS_BETWEEN_LINES:
             return
@@ -78,7 +78,7 @@ class Line:
         text = f"{self.done} of {self.total or '?'} done in {clock(spent)}"
         if not self.done:
             return text
-        # Where the plan has changed since, each step is taken to last as long.
+        # If the number of steps has changed, all steps are assumed to take the same time.
         is_planned = len(self.costs) == self.total
         share = self.done_cost / sum(self.costs) if is_planned else self.done / self.total
         if share < (PLANNED_SHARE_BEFORE_A_GUESS if is_planned else SHARE_BEFORE_A_GUESS):
@@ -92,7 +92,7 @@ class Line:
 
 
 def watch_build(lines, out, line):
-    """Copies `lines` to `out`, but makes those that tell progress into one. A None among them says
+    """Copies `lines` to `out`, but shows lines of progress in the one line. A None in `lines` means
     that a second has passed."""
     for text in lines:
         found = text is not None and NINJA.match(text)
@@ -110,7 +110,7 @@ def watch_build(lines, out, line):
 
 
 def watch_tests(lines, out, line):
-    """The same for ctest's lines; the slowest tests come before its summary."""
+    """The same for the lines of ctest. Lists the slowest tests before its summary."""
     times = []
     for text in lines:
         if text is None:
@@ -126,7 +126,7 @@ def watch_tests(lines, out, line):
             continue
         line.clear()
         if CTEST_SUMMARY.match(text):
-            out.write("The slowest:\n")
+            out.write("The slowest tests:\n")
             for seconds, name in sorted(times, reverse=True)[:NUM_SLOWEST]:
                 out.write(f"{seconds:8.1f} s  {name}\n")
             out.write("\n")
@@ -136,7 +136,7 @@ def watch_tests(lines, out, line):
 
 
 def lines_and_seconds(stream):
-    """The lines of a stream, and a None for every second in which there is none."""
+    """The lines of a stream, and a None for every second without a line."""
     lines = queue.Queue()
 
     def read():
@@ -157,13 +157,13 @@ def lines_and_seconds(stream):
 
 
 def planned_costs(command):
-    """Of the steps that ninja is going to take."""
+    """The costs of the steps that ninja is going to run."""
     plan = subprocess.run([*command, "-n"], capture_output=True, text=True, errors="replace").stdout
     return [cost(found["what"]) for found in map(NINJA.match, plan.splitlines()) if found]
 
 
 def main(command):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command hears it too, and ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command gets the signal, too, and ends
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     sys.stdout.reconfigure(errors="replace")
@@ -181,7 +181,7 @@ def main(command):
     try:
         (watch_build if is_build else watch_tests)(lines_and_seconds(child.stdout), sys.stdout, line)
         code = child.wait()
-    except BrokenPipeError:  # whoever read this is gone
+    except BrokenPipeError:  # nobody reads the output any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
     finally:

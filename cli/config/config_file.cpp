@@ -21,11 +21,11 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// The tables that are values, not sections.
+// Tables that are the value of an option. Other tables are sections.
 const std::set<std::string> kTables{"mesh"};
 
-/// What the command line says goes before these options of a file, since both
-/// together would make no sense.
+/// For an option of the command line: the options of a config file that contradict it, and are
+/// therefore dropped.
 const std::map<std::string, std::set<std::string>> kRivals{
     {"quiet", {"json"}},
     {"json", {"quiet"}},
@@ -47,12 +47,13 @@ std::string read(const std::string& path) {
   return text;
 }
 
-/// "--name" of "--name=value"; else empty.
+/// Returns "--name" for "--name=value". Empty if the word is not an option.
 std::string option_in(const std::string& word) {
   return word.starts_with("--") ? word.substr(0, word.find('=')) : "";
 }
 
-/// An empty value is a word of its own: behind "--name=" CLI11 would take the next one.
+/// Adds "--name=value". An empty value becomes a word of its own, because CLI11 would take the word
+/// after "--name=" as the value.
 void add_word(std::vector<std::string>& words, std::string name, const std::string& value) {
   std::replace(name.begin(), name.end(), '_', '-');
   if (value.empty()) {
@@ -70,7 +71,7 @@ std::string joined(const std::vector<std::string>& parts) {
   return text;
 }
 
-/// As it would be typed.
+/// The value as a user would type it on the command line.
 std::string typed(const Json& value) {
   std::vector<std::string> parts;
   if (value.is_array()) {
@@ -103,7 +104,7 @@ void add_toml(std::vector<std::string>& words, const std::string& text) {
   std::map<std::string, std::vector<std::string>> tables;
   for (const auto& item : CLI::ConfigTOML().from_config(stream)) {
     if (item.name == "++" || item.name == "--") {
-      continue; // CLI11's marks of a section
+      continue; // CLI11 marks the beginning and the end of a section
     }
     if (!item.parents.empty() && kTables.contains(item.parents.back())) {
       tables[item.parents.back()].push_back(item.name + "=" + joined(item.inputs));
@@ -116,7 +117,7 @@ void add_toml(std::vector<std::string>& words, const std::string& text) {
   }
 }
 
-/// Of "dp=2,shard=4": "dp=2".
+/// Removes the shard axis: returns "dp=2" for "dp=2,shard=4".
 std::string without_shard(const std::string& mesh) {
   std::vector<std::string> parts;
   std::istringstream stream(mesh);
@@ -128,7 +129,7 @@ std::string without_shard(const std::string& mesh) {
   return joined(parts);
 }
 
-/// What a file says, less what the command line has decided otherwise.
+/// The options of the file, without those that contradict the command line.
 std::vector<std::string> yielding(
     const std::vector<std::string>& of_file, const std::vector<std::string>& command_line) {
   std::set<std::string> dropped;
@@ -144,7 +145,7 @@ std::vector<std::string> yielding(
   std::vector<std::string> words;
   for (size_t i = 0; i < of_file.size(); ++i) {
     const auto option = option_in(of_file[i]);
-    const bool alone = option.size() == of_file[i].size(); // its empty value follows
+    const bool alone = option.size() == of_file[i].size(); // the next word is its empty value
     if (dropped.contains(option.substr(std::min<size_t>(2, option.size())))) {
       i += alone ? 1 : 0;
     } else if (option == "--mesh" && ranks_given && !alone) {
@@ -179,7 +180,7 @@ std::vector<std::string> config_words(const std::string& path) {
   }
   for (const auto& each : words) {
     check_config(
-        option_in(each) != "--config", "--config: ", path, " names a file itself; only one counts");
+        option_in(each) != "--config", "--config: ", path, " must not name another config file");
   }
   return words;
 }

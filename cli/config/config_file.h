@@ -5,16 +5,16 @@
 
 namespace fsdp::cli {
 
-/// The options of a JSON file (by its first letter, '{') or a TOML one, as words of
-/// a command line: "--steps=20", and two for an empty value. Names are those of the options, with -
-/// or _; sections only group them. Lists and tables become "a,b" and "x=1,y=2". Throws ConfigError
-/// that names the file.
+/// Reads a config file and returns its options as words of a command line, such as "--steps=20". An
+/// option with an empty value becomes two words. A file that begins with '{' is JSON, any other is
+/// TOML. Options have the same names as on the command line, with - or _. Sections only group
+/// options. A list becomes "a,b", and the table `mesh` becomes "x=1,y=2". Throws ConfigError with a
+/// message that names the file.
 std::vector<std::string> config_words(const std::string& path);
 
-/// Replaces `--config FILE` among a command's words by what the file says, in front
-/// of all others: of two values the last one holds, so the command line wins. What
-/// in the file would contradict it is left out: of a mesh the size of shard, where
-/// --ranks is given.
+/// Replaces `--config FILE` in a command's words by the options in the file. They come first, and
+/// the last value of an option counts, so the command line wins. Options of the file that
+/// contradict the command line are left out. With --ranks, the file's mesh loses its shard axis.
 std::vector<std::string> expand_config(const std::vector<std::string>& words);
 
 } // namespace fsdp::cli

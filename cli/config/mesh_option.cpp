@@ -14,7 +14,7 @@ namespace fsdp::cli {
 
 namespace {
 
-constexpr int64_t kMostRanks = 1 << 20; // as `fsdp run` has it
+constexpr int64_t kMostRanks = 1 << 20; // the limit of `fsdp run`, too
 const std::vector<std::string> kAxes{"dp", "replicate", "shard", "tp"};
 
 int64_t parse_size(const std::string& part, const std::string& text, const std::string& mesh) {
@@ -27,7 +27,7 @@ int64_t parse_size(const std::string& part, const std::string& text, const std::
   return size;
 }
 
-/// Of axes with one rank only shard is there: it is what fully_shard asks for.
+/// Leaves out axes with one rank, but keeps shard, which fully_shard needs.
 DeviceMesh make_mesh(const MeshShape& shape, c10::DeviceType device) {
   std::vector<int64_t> sizes;
   std::vector<std::string> names;
@@ -64,25 +64,25 @@ MeshShape parse_mesh(const std::string& text, std::optional<int64_t> ranks) {
     const auto equals = part.find('=');
     check_config(
         equals != std::string::npos, "--mesh ", text, ": '", part,
-        "' is no axis; write for example --mesh dp=2,shard=2,tp=2");
+        "' is not an axis; write for example --mesh dp=2,shard=2,tp=2");
     const auto axis = part.substr(0, equals);
     check_config(
         std::find(kAxes.begin(), kAxes.end(), axis) != kAxes.end(), "--mesh ", text,
         ": there is no axis '", axis, "'", did_you_mean(axis, kAxes));
     const auto name = axis == "replicate" ? "dp" : axis;
-    check_config(given.insert(name).second, "--mesh ", text, ": ", name, " is there twice");
+    check_config(given.insert(name).second, "--mesh ", text, ": ", name, " is given twice");
     auto& size = name == "dp" ? shape.replicate : name == "shard" ? shape.shard : shape.tensor;
     size = parse_size(part, part.substr(equals + 1), text);
   }
   check_config(
       shape.ranks() <= kMostRanks && ranks.value_or(1) <= kMostRanks,
       text.empty() ? "--ranks" : "--mesh " + text, ": ", std::max(shape.ranks(), ranks.value_or(1)),
-      " ranks are too many; ", kMostRanks, " is the most");
+      " ranks are too many; the limit is ", kMostRanks);
   if (ranks && !given.contains("shard")) {
     const auto others = shape.replicate * shape.tensor;
     check_config(
         *ranks % others == 0, "--mesh ", text, ": ", *ranks, " ranks cannot be divided by ", others,
-        "; take for example --ranks ", (*ranks / others + 1) * others);
+        "; use for example --ranks ", (*ranks / others + 1) * others);
     shape.shard = *ranks / others;
   }
   check_config(
@@ -98,7 +98,7 @@ TrainMesh::TrainMesh(const MeshShape& shape, c10::DeviceType device)
   if (shape.tensor > 1) {
     tensor = whole["tp"];
   }
-  // The tensor axis runs fastest: its ranks have the same rows.
+  // The tensor axis is the last one, so its ranks are neighbours. They get the same rows.
   data_rank = get_rank() / shape.tensor;
 }
 

@@ -8,8 +8,8 @@
 
 namespace fsdp::cli {
 
-/// How ranks are arranged: replicas of groups that share the parameters, each rank
-/// of which is a group of ranks that share the computation of a batch.
+/// The sizes of the mesh's axes: there are `replicate` copies of the model, each is sharded over
+/// `shard` ranks, and tensor parallelism divides each layer over `tensor` ranks.
 struct MeshShape {
   int64_t replicate = 1;
   int64_t shard = 1;
@@ -18,30 +18,30 @@ struct MeshShape {
   int64_t ranks() const {
     return replicate * shard * tensor;
   }
-  /// Ranks that see different rows of a batch.
+  /// Into how many parts a batch is divided. The ranks of the tensor axis share a part.
   int64_t data_ranks() const {
     return replicate * shard;
   }
-  /// "shard=4", "dp=2,shard=2,tp=2": as --mesh takes it.
+  /// The shape in the form that --mesh takes: "shard=4", "dp=2,shard=2,tp=2".
   std::string str() const;
 
   bool operator==(const MeshShape&) const = default;
 };
 
-/// Of "dp=2,shard=2,tp=2" (dp is also called replicate). An axis that is missing
-/// is 1; but where the number of ranks is known, shard takes the rest of them.
-/// Throws ConfigError that names --mesh and the way out.
+/// Parses "dp=2,shard=2,tp=2"; "replicate" is another name of dp. A missing axis has size 1, but if
+/// `ranks` is given, a missing shard axis gets all ranks that are left. Throws ConfigError with a
+/// message that names --mesh and the remedy.
 MeshShape parse_mesh(const std::string& text, std::optional<int64_t> ranks);
 
-/// The slices of a mesh that fully_shard and tensor parallelism take. Collective
-/// over the world, which has as many ranks.
+/// The parts of the mesh that fully_shard and tensor parallelism use. The constructor is collective
+/// over the world, which must have `shape.ranks()` ranks.
 struct TrainMesh {
   TrainMesh(const MeshShape& shape, c10::DeviceType device);
 
   MeshShape shape;
-  DeviceMesh data;                  // one axis of shards, or two with replicas
-  std::optional<DeviceMesh> tensor; // none where it would have one rank
-  int64_t data_rank = 0;            // which part of a batch is ours
+  DeviceMesh data;                  // the shard axis; with replicas also the replicate axis
+  std::optional<DeviceMesh> tensor; // empty if the axis has one rank
+  int64_t data_rank = 0;            // which part of a batch this rank gets
 };
 
 } // namespace fsdp::cli

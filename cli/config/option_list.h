@@ -2,9 +2,9 @@
 
 namespace fsdp::cli {
 
-/// The options that decide a run: their names, and where a TrainConfig has them.
-/// Those that are `fixed` cannot change when a run is resumed. Checkpoints and
-/// config.json have them all.
+/// Calls `visit(name, member, fixed)` for each option that decides the result of a run.
+/// `member(config)` is the option's value in a TrainConfig. A `fixed` option cannot change when a
+/// run is resumed. Checkpoints hold all of these options; config.json leaves out automatic values.
 template <class Visit>
 void for_each_option(Visit visit) {
   visit("vocab", [](auto& config) -> auto& { return config.model.vocab; }, /*fixed=*/true);
@@ -29,7 +29,7 @@ void for_each_option(Visit visit) {
   visit("beta2", [](auto& config) -> auto& { return config.beta2; }, false);
   visit("clip", [](auto& config) -> auto& { return config.clip; }, false);
   visit("accumulate", [](auto& config) -> auto& { return config.accumulate; }, false);
-  // The scaler of fp16 is part of a checkpoint.
+  // Fixed, because only checkpoints of fp16 hold the state of the gradient scaler.
   visit("param-dtype", [](auto& config) -> auto& { return config.param_dtype; }, true);
   visit("reduce-dtype", [](auto& config) -> auto& { return config.reduce_dtype; }, false);
   visit("offload", [](auto& config) -> auto& { return config.offload; }, false);

@@ -7,8 +7,8 @@
 
 namespace fsdp::cli {
 
-/// Sizes by name: "tiny" trains in a minute on two cores; those from "1b" on are
-/// Llama 3's, with its vocabulary, of which bytes use the first 256.
+/// The sizes of a model under a name. "tiny" trains in a minute on two cores. The presets from "1b"
+/// on have the sizes and the vocabulary of Llama 3; bytes use the first 256 of its tokens.
 struct ModelPreset {
   std::string name;
   ModelDims dims;
@@ -16,7 +16,7 @@ struct ModelPreset {
 
 const std::vector<ModelPreset>& model_presets();
 
-/// Throws ConfigError that names --model and the nearest name.
+/// Throws ConfigError with the nearest name if there is no such preset.
 const ModelDims& model_preset(const std::string& name);
 
 } // namespace fsdp::cli

@@ -16,7 +16,7 @@ void check(const Schedule& schedule, int64_t steps) {
       "--min-lr ", schedule.min_lr, ": it must be 0 or more, and not above --lr ", schedule.lr);
   check_config(
       schedule.kind != "constant" || schedule.min_lr == -1,
-      "--min-lr has no meaning with --schedule constant; take linear or cosine, or leave it out");
+      "--min-lr has no meaning with --schedule constant; use linear or cosine, or leave it out");
   check_config(
       schedule.warmup >= -1 && schedule.warmup <= steps, "--warmup ", schedule.warmup,
       ": it must be 0 or more, and not above --steps ", steps);

@@ -5,18 +5,18 @@
 
 namespace fsdp::cli {
 
-/// The learning rate over a run: up along a line, then down.
+/// The learning rate over a run: a linear warm-up, then a decay.
 struct Schedule {
-  std::string kind = "cosine"; // linear, constant
-  double lr = 2e-3;            // at its highest
-  double min_lr = -1;          // at the end; -1: a tenth of `lr`
-  int64_t warmup = -1;         // steps; -1: a tenth of all
+  std::string kind = "cosine"; // of the decay: cosine, linear or constant
+  double lr = 2e-3;            // the highest rate
+  double min_lr = -1;          // the rate at the end; -1: a tenth of `lr`
+  int64_t warmup = -1;         // in steps; -1: a tenth of all steps
 };
 
-/// Throws ConfigError that names the option and the way out.
+/// Throws ConfigError with a message that names the option and the remedy.
 void check(const Schedule& schedule, int64_t steps);
 
-/// `step` counts from 0.
+/// The learning rate of a step. `step` counts from 0.
 double learning_rate(const Schedule& schedule, int64_t step, int64_t steps);
 
 } // namespace fsdp::cli

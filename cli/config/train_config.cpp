@@ -9,7 +9,7 @@ namespace fsdp::cli {
 
 namespace {
 
-// Beyond all that can be, and no product of two overflows.
+// Larger than any useful size, and small enough that the product of two sizes does not overflow.
 constexpr int64_t kMost = 1 << 24;
 
 void at_least(const char* option, int64_t value, int64_t least) {
@@ -22,19 +22,19 @@ void within(const char* option, int64_t value, int64_t least) {
 }
 
 void check_model(const ModelDims& dims) {
-  within("--dim", dims.dim, 2);       // others may follow from it
+  within("--dim", dims.dim, 2);       // first, because other sizes may be derived from it
   within("--vocab", dims.vocab, 256); // bytes
   within("--layers", dims.layers, 1);
   within("--heads", dims.heads, 1);
   within("--kv-heads", dims.kv_heads, 1);
   within("--hidden", dims.hidden, 1);
   check_config(
-      dims.dim % (2 * dims.heads) == 0, "--dim ", dims.dim, " does not make ", dims.heads,
-      " heads of an even size; take for example --dim ",
+      dims.dim % (2 * dims.heads) == 0, "--dim ", dims.dim, " cannot be divided into ", dims.heads,
+      " heads of an even size; use for example --dim ",
       (dims.dim / (2 * dims.heads) + 1) * 2 * dims.heads);
   check_config(
-      dims.heads % dims.kv_heads == 0, "--kv-heads ", dims.kv_heads, ": --heads ", dims.heads,
-      " cannot be shared evenly by them; take a divisor of it");
+      dims.heads % dims.kv_heads == 0, "--kv-heads ", dims.kv_heads,
+      ": it must be a divisor of --heads ", dims.heads);
   check_config(dims.rotary_base > 1, "--rotary-base ", dims.rotary_base, ": it must be above 1");
   check_config(dims.norm_eps > 0, "--norm-eps ", dims.norm_eps, ": it must be above 0");
 }
@@ -43,7 +43,7 @@ void check_tensor_axis(const ModelDims& dims, int64_t ranks) {
   const auto divides = [&](const char* option, int64_t size) {
     check_config(
         size % ranks == 0, "--mesh tp=", ranks, ": ", option, " ", size,
-        " cannot be divided by it; take a divisor, or another ", option);
+        " cannot be divided by it; use a divisor, or another ", option);
   };
   divides("--heads", dims.heads);
   divides("--kv-heads", dims.kv_heads);
@@ -93,7 +93,7 @@ ReshardAfterForward parse_reshard(const std::string& text, int64_t shard_ranks) 
       ": it must be auto, true, false or a number of ranks");
   check_config(
       shard_ranks % ranks == 0, "--reshard-after-forward ", ranks, ": the ", shard_ranks,
-      " ranks that share the parameters cannot be divided by it; take a divisor");
+      " ranks that share the parameters cannot be divided by it; use a divisor");
   return static_cast<int>(ranks);
 }
 
@@ -113,7 +113,7 @@ void check(const TrainConfig& config, const MeshShape& mesh) {
       config.batch % shares == 0, "--batch ", config.batch, " rows cannot be shared evenly by ",
       mesh.data_ranks(), " ranks",
       config.accumulate > 1 ? c10::str(" in ", config.accumulate, " parts each") : "", "; ",
-      config.batch < shares ? "take" : "take for example", " --batch ",
+      config.batch < shares ? "use" : "use for example", " --batch ",
       (config.batch + shares - 1) / shares * shares, ", or a number of ranks that divides it");
 }
 

@@ -12,7 +12,7 @@
 
 namespace fsdp::cli {
 
-/// All that decides a run, besides the text.
+/// All settings that decide the result of a run, except the text.
 struct TrainConfig {
   ModelDims model;
   int64_t context = 128;
@@ -21,13 +21,13 @@ struct TrainConfig {
   int64_t seed = 1;
 
   Schedule schedule;
-  double weight_decay = 0.1; // of matrices
+  double weight_decay = 0.1; // for matrices only
   double beta1 = 0.9;
   double beta2 = 0.95;
-  double clip = 1; // of the gradients' norm; 0: as it is
-  int64_t accumulate = 1;
+  double clip = 1;        // the largest norm of the gradients; 0: no clipping
+  int64_t accumulate = 1; // into how many parts a rank divides its rows
 
-  std::optional<MeshShape> mesh; // none: all ranks shard
+  std::optional<MeshShape> mesh; // empty: all ranks shard
   ReshardAfterForward reshard_after_forward;
   std::string param_dtype = "fp32";
   std::string reduce_dtype; // empty: as `param_dtype`
@@ -38,13 +38,14 @@ struct TrainConfig {
   MixedPrecisionPolicy precision() const;
 };
 
-/// "bf16", "fp16", "fp32"
+/// The dtype of "bf16", "fp16" or "fp32".
 c10::ScalarType dtype_of(const std::string& name);
-/// Of "true", "false", "auto" or a number. Throws ConfigError.
+/// Parses "true", "false", "auto" or a number of ranks. Throws ConfigError if the text is something
+/// else, or the number does not divide `shard_ranks`.
 ReshardAfterForward parse_reshard(const std::string& text, int64_t shard_ranks);
 
-/// Throws ConfigError that names the option and the way out. The rows have to be
-/// shared evenly by ranks and parts, and `tp` has to divide the model.
+/// Throws ConfigError with a message that names the option and the remedy. The rows of a batch must
+/// be shared evenly by ranks and parts, and `tp` must divide the sizes of the model.
 void check(const TrainConfig& config, const MeshShape& mesh);
 
 } // namespace fsdp::cli

@@ -1,4 +1,4 @@
-// `fsdp report`: one page with what a run has left in its folder.
+// `fsdp report`: makes one page from the files in a run's folder.
 #include "cli/report/report.h"
 
 #include <nlohmann/json.hpp>
@@ -34,9 +34,10 @@ namespace {
 using Json = nlohmann::ordered_json;
 namespace fs = std::filesystem;
 
-constexpr size_t kMostSteps = 20'000; // of the page; of more, every second, third, ...
+// The most steps on the page. Of a longer run it shows every second, third, ... step.
+constexpr size_t kMostSteps = 20'000;
 
-// By hand: one supported torch exports its own, broken parts of std::filesystem.
+// Without std::filesystem: one supported torch exports broken copies of some of its functions.
 bool is_there(const fs::path& path) {
   struct stat info{};
   return stat(path.c_str(), &info) == 0;
@@ -58,8 +59,8 @@ void warn(const std::string& what) {
   std::cerr << "fsdp: " << what << std::endl;
 }
 
-/// What `make` has made of the file's value; null where there is none, or it is not
-/// what it should be: the page has the other parts all the same.
+/// Parses the file and returns the result of `make`. Returns null if the file is missing or
+/// damaged, because the page can be made from the other parts.
 template <class Make>
 Json part_of(const fs::path& path, Make make) {
   try {
@@ -73,13 +74,13 @@ Json part_of(const fs::path& path, Make make) {
         path.string(), " is damaged, and left out of the page: ", error.what(),
         "; remove or repair it"));
   } catch (const ConfigError& error) {
-    warn(c10::str(error.what_without_backtrace(), ", which is left out of the page"));
+    warn(c10::str(error.what_without_backtrace(), "; it is left out of the page"));
   }
   return nullptr;
 }
 
 Json checked_options(Json json) {
-  check_config(json.is_object(), kConfigFile, " is no object of options");
+  check_config(json.is_object(), kConfigFile, " is not an object of options");
   return json;
 }
 
@@ -93,21 +94,22 @@ bool is_group(const Json& json) {
 
 Json checked_groups(Json json) {
   check_config(
-      json.is_array() && std::ranges::all_of(json, is_group), kGroupsFile, " is no list of groups");
+      json.is_array() && std::ranges::all_of(json, is_group), kGroupsFile,
+      " is not a list of groups");
   return json;
 }
 
-/// The metrics in order of their steps. A resumed run repeats those after its
-/// checkpoint: the later ones count.
+/// The metrics in the order of their steps. A resumed run repeats the steps after its checkpoint,
+/// so the last line of a step counts.
 Json read_metrics(const fs::path& path) {
   const auto text = read_text(path);
   check_config(
       text.has_value(), path.parent_path().string(), " is not the folder of a run: it has no ",
       kMetricsFile);
-  std::map<std::pair<int64_t, bool>, Json> lines; // by step, and whether of a validation
+  std::map<std::pair<int64_t, bool>, Json> lines; // by step, and whether it is a validation
   std::istringstream input(*text);
   size_t number = 0;
-  size_t bad = 0; // the first line that is none of ours
+  size_t bad = 0; // number of the first line that is not a metric
   size_t num_bad = 0;
   for (std::string line; std::getline(input, line);) {
     ++number;
@@ -130,7 +132,7 @@ Json read_metrics(const fs::path& path) {
     const auto what = c10::str(path.string(), " line ", bad, " is not an object with a step");
     check_config(!lines.empty(), what);
     warn(c10::str(
-        what, num_bad > 1 ? c10::str(", and so are ", num_bad - 1, " more") : "", "; left out"));
+        what, num_bad > 1 ? c10::str(", nor are ", num_bad - 1, " more") : "", "; left out"));
   }
   const auto every = lines.size() / kMostSteps + 1;
   auto result = Json::array();
@@ -152,8 +154,8 @@ double end_of(const Json& slice) {
   return slice.at("ts").get<double>() + slice.at("dur").get<double>();
 }
 
-/// Of middle length among those of the first rank but the first, which prepares
-/// things; as the page chooses.
+/// Chooses the step of median length on the lowest rank. If there are more than two, the first one
+/// does not count, because it prepares things. The script of the page chooses in the same way.
 std::optional<int64_t> choose_step(const std::vector<Json>& steps) {
   const auto rank_of = [](const Json& step) { return step.at("pid").get<int64_t>(); };
   const auto first = std::ranges::min_element(steps, {}, rank_of);
@@ -172,7 +174,7 @@ std::optional<int64_t> choose_step(const std::vector<Json>& steps) {
   return lengths.empty() ? std::nullopt : std::optional(lengths[(lengths.size() - 1) / 2].second);
 }
 
-/// The events of one step of a trace; null where there is none.
+/// The events of one step of a trace. Null if the trace has no step.
 Json events_of_one_step(const Json& trace) {
   if (!trace.is_object() || !trace.contains("traceEvents")) {
     return nullptr;
@@ -193,7 +195,7 @@ Json events_of_one_step(const Json& trace) {
     begin = std::min(begin, step.at("ts").template get<double>());
     end = std::max(end, end_of(step));
   }
-  std::map<int64_t, Json> before; // by rank: the last count of memory
+  std::map<int64_t, Json> before; // by rank: the last count of memory before the step
   auto result = Json(std::move(steps));
   for (const auto& event : events) {
     if (is_slice(event) && event.value("cat", "") != "step") {
@@ -220,7 +222,7 @@ void replace(std::string& text, std::string_view mark, std::string_view value) {
   text.replace(at, mark.size(), value);
 }
 
-/// JSON that may stand inside a script element: no text in it can end that.
+/// JSON for a script element. '<' is escaped, so that no text can end the element.
 std::string script_text(const Json& json) {
   const auto text = json.dump(-1, ' ', false, Json::error_handler_t::replace);
   std::string result;

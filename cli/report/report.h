@@ -11,11 +11,10 @@ inline constexpr const char* kGroupsFile = "groups.json";
 inline constexpr const char* kTraceFile = "trace.json";
 inline constexpr const char* kReportFile = "report.html";
 
-/// Makes one page, which needs nothing else, of what lies in a run's folder, and
-/// returns its path. Files other than the metrics may be missing, and a metric's
-/// last line may be cut off; what is damaged is left out, and named on stderr. Throws
-/// ConfigError where there are no metrics, CheckpointError where the page cannot be
-/// written. Not collective: for one rank.
+/// Writes report.html from the files in a run's folder and returns its path. The page needs no
+/// other files. Only the metrics are required, and their last line may be cut off. Damaged files
+/// and lines are left out and named on stderr. Throws ConfigError if there are no metrics, and
+/// CheckpointError if the page cannot be written. Not collective: only one rank calls it.
 std::filesystem::path write_report(const std::filesystem::path& run);
 
 } // namespace fsdp::cli

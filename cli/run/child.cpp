@@ -30,7 +30,7 @@ constexpr size_t kKeptLines = 12;
 constexpr size_t kLongestLine = 64 << 10;
 constexpr int kChunk = 16 << 10;
 
-/// The path that a shell would run.
+/// The path that a shell would run. Throws ValueError if there is none.
 std::string find_program(const std::string& name) {
   if (name.find('/') != std::string::npos) {
     TORCH_CHECK_VALUE(
@@ -70,9 +70,9 @@ Child::Child(
   const auto variables = merged(environment);
   const auto arguments = exec_words(words);
   const auto environment_pointers = exec_words(variables);
-  int pipes[3][2]; // stdout, stderr, and why it could not be run
+  int pipes[3][2]; // stdout, stderr, and errno if exec fails
   for (auto& ends : pipes) {
-    TORCH_CHECK(pipe2(ends, O_CLOEXEC) == 0, "no pipe: ", std::strerror(errno));
+    TORCH_CHECK(pipe2(ends, O_CLOEXEC) == 0, "cannot make a pipe: ", std::strerror(errno));
   }
   const pid_t parent = getpid();
   pid_ = fork();
@@ -82,7 +82,7 @@ Child::Child(
     setpgid(0, 0);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != parent) {
-      _exit(127); // we are gone already
+      _exit(127); // the parent has already died
     }
     const int null = open("/dev/null", O_RDONLY);
     dup2(null, 0);
@@ -90,7 +90,7 @@ Child::Child(
       dup2(pipes[0][1], 1);
       dup2(pipes[1][1], 2);
     }
-    ::signal(SIGPIPE, SIG_DFL); // which our store made us ignore
+    ::signal(SIGPIPE, SIG_DFL); // the parent ignores it because of its store
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, nullptr);
@@ -99,7 +99,7 @@ Child::Child(
     (void)!write(pipes[2][1], &error, sizeof(error));
     _exit(127);
   }
-  setpgid(pid_, pid_); // here too, so that `send` cannot come too early
+  setpgid(pid_, pid_); // also in the parent, so that `send` works at once
   for (const auto& ends : pipes) {
     close(ends[1]);
   }
@@ -107,7 +107,7 @@ Child::Child(
     streams_[stream].fd = pipes[stream][0];
     fcntl(streams_[stream].fd, F_SETFL, O_NONBLOCK);
   }
-  int error = 0; // stays so when the exec closes the pipe
+  int error = 0; // stays 0 if exec succeeds, which closes the pipe
   (void)!read(pipes[2][0], &error, sizeof(error));
   close(pipes[2][0]);
   TORCH_CHECK_VALUE(
@@ -128,7 +128,7 @@ Child::~Child() {
 
 bool Child::reap() {
   siginfo_t info{};
-  // WNOWAIT: the dead process keeps its id, so that `send` meets no other one.
+  // WNOWAIT: the dead process keeps its id, so that `send` cannot reach another process.
   if (!running_ || waitid(P_PID, pid_, &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
       info.si_pid != pid_) {
     return false;
@@ -155,12 +155,12 @@ void Child::forward(int stream) {
     return;
   }
   size_t start = 0;
-  size_t end = partial.size(); // no line ends before
+  size_t end = partial.size(); // no line ends before this position
   partial.append(buffer, count);
   for (; (end = partial.find_first_of("\r\n", end)) != std::string::npos; start = ++end) {
     const bool is_return = partial[end] == '\r';
     const bool is_empty = start == end;
-    // "\r\n" is one end, and a return that nothing precedes shows nothing.
+    // "\r\n" ends one line, and a return in an empty line prints nothing.
     const bool says_nothing = is_empty && (is_return || after_return);
     if (!says_nothing) {
       write_line(stream, partial.substr(start, end - start));
@@ -176,7 +176,7 @@ void Child::forward(int stream) {
 
 void Child::forward_rest(int stream) {
   auto& [fd, partial, after_return] = streams_[stream];
-  // Not up to the end: a process that it left behind may write for ever.
+  // Does not wait for the end of the stream: a process that the rank left behind may write forever.
   int left = 0;
   for (ioctl(fd, FIONREAD, &left); left > 0; left -= kChunk) {
     forward(stream);

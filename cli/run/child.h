@@ -11,12 +11,12 @@
 
 namespace fsdp::cli {
 
-/// One rank's process, in a process group of its own, with both its outputs
-/// read by us. It dies with us, and leaves no process behind when it ends.
+/// The process of one rank, in a process group of its own. This process reads its stdout and
+/// stderr. The rank is killed if this process dies, and the destructor kills its whole group.
 class Child {
  public:
-  /// Starts `words`; throws ValueError when there is no such program, or it
-  /// cannot be run. A bare one writes to our own outputs itself.
+  /// Starts a program with its arguments. A `bare` rank writes to this process's own stdout and
+  /// stderr. Throws ValueError if there is no such program or it cannot be run.
   Child(
       int rank,
       Output& output,
@@ -25,7 +25,7 @@ class Child {
       bool bare = false);
   Child(const Child&) = delete;
   Child& operator=(const Child&) = delete;
-  /// Kills what is left, and passes on what it wrote.
+  /// Kills the process group and passes on the rest of its output.
   ~Child();
 
   int rank() const {
@@ -34,29 +34,29 @@ class Child {
   bool running() const {
     return running_;
   }
-  /// Of the ended process: the signal that killed it, or 0.
+  /// The signal that killed the process, or 0. Valid once it has ended.
   int signal() const {
     return signal_;
   }
-  /// Of the ended process; 128 + signal when one killed it.
+  /// The exit code, or 128 + the signal that killed the process. Valid once it has ended.
   int exit_code() const {
     return exit_code_;
   }
-  /// Looks whether it has ended; true when it did so just now.
+  /// Checks whether the process has ended. Returns true only in the first call after the end.
   bool reap();
-  /// Sends `signal` to the process and to all that it started.
+  /// Sends `signal` to the process and the rest of its group.
   void send(int signal) const;
 
-  /// File descriptors to poll, -1 when closed: stdout, stderr.
+  /// The file descriptor to poll for stdout (stream 0) or stderr (1). -1 if it is closed.
   int fd(int stream) const {
     return streams_[stream].fd;
   }
-  /// Passes on one chunk of what it wrote, in whole lines, each behind the
-  /// rank's mark. A carriage return ends a line too: progress bars go on.
+  /// Passes on one chunk of output, in whole lines that begin with "[rank n] ". A carriage return
+  /// ends a line, too, so that progress bars are shown.
   void forward(int stream);
-  /// Passes on all that is there now, and a line that has not ended.
+  /// Passes on all output that is there now, including a line that has not ended.
   void forward_rest(int stream);
-  /// The end of what it wrote to stderr.
+  /// The last lines that the process wrote to stderr.
   const std::deque<std::string>& last_errors() const {
     return last_errors_;
   }
@@ -65,14 +65,14 @@ class Child {
   struct Stream {
     int fd = -1;
     std::string partial;       // a line that has not ended yet
-    bool after_return = false; // a newline would belong to the last line's end
+    bool after_return = false; // the last line ended with \r, so a \n belongs to it
   };
   Child(int rank, Output& output) : rank_(rank), output_(output) {}
   void write_line(int stream, const std::string& line);
 
   const int rank_;
   Output& output_;
-  pid_t pid_ = -1; // ours until the destructor: not before is the process waited for
+  pid_t pid_ = -1; // stays valid: only the destructor waits for the process
   bool running_ = true;
   int signal_ = 0;
   int exit_code_ = 0;

@@ -15,8 +15,8 @@ namespace {
 
 constexpr size_t kMostWaiting = 1 << 20;
 
-/// A descriptor of our own for `fd`. Where a write could block it does not, and
-/// programs that share `fd` with us notice nothing, since it is opened anew.
+/// A new descriptor for the file of `fd`. A pipe or terminal is opened again without blocking, so
+/// that programs that share `fd` keep a blocking one.
 int own_descriptor(int fd) {
   struct stat info{};
   if (fstat(fd, &info) == 0 && (S_ISFIFO(info.st_mode) || isatty(fd))) {
@@ -58,8 +58,8 @@ void Output::flush() {
     size_t done = 0;
     pollfd ready{.fd = fd, .events = POLLOUT, .revents = 0};
     while (done < text.size() && poll(&ready, 1, 0) > 0) {
-      // What a pipe takes in one piece, to a line's end where there is one:
-      // lines of other programs do not come in between.
+      // A pipe takes PIPE_BUF bytes in one piece. Each write ends with a line if possible, so that
+      // lines of other programs do not split a line.
       auto count = std::min<size_t>(text.size() - done, PIPE_BUF);
       const auto line_end = text.rfind('\n', done + count - 1);
       if (line_end != std::string::npos && line_end >= done) {

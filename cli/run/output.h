@@ -4,8 +4,8 @@
 
 namespace fsdp::cli {
 
-/// Our own stdout (stream 0) and stderr (1). Whoever reads them may be slow or
-/// gone, and we still have ranks to watch: text waits here, and no write blocks.
+/// A buffer in front of this process's stdout (stream 0) and stderr (1). A write never blocks,
+/// because the ranks must be watched even if nobody reads the output.
 class Output {
  public:
   Output();
@@ -14,18 +14,18 @@ class Output {
   ~Output();
 
   void add(int stream, const std::string& text);
-  /// Writes what goes out without waiting.
+  /// Writes as much as possible without blocking.
   void flush();
-  /// File descriptor to poll for writing, -1 when nothing waits.
+  /// The file descriptor to poll for writing. -1 if no text waits.
   int fd(int stream) const {
     return streams_[stream].text.empty() ? -1 : streams_[stream].fd;
   }
   bool waiting() const {
     return fd(0) >= 0 || fd(1) >= 0;
   }
-  /// So much waits that what fills the stream should rather wait itself.
+  /// Returns true if so much text waits that no more should be added.
   bool full(int stream) const;
-  /// Why a write failed, 0 if none did. The rest of that stream is dropped.
+  /// The errno of a write that failed, or 0. The rest of that stream is dropped.
   int error() const {
     return error_;
   }

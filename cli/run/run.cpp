@@ -25,7 +25,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// From the polite signal to the one that cannot be refused.
+// From SIGTERM to SIGKILL.
 constexpr auto kGrace = std::chrono::seconds(3);
 constexpr auto kPoll = std::chrono::milliseconds(100);
 
@@ -38,7 +38,7 @@ struct RunOptions {
   std::vector<std::string> program;
 };
 
-/// The signals that end us, as something to poll.
+/// Blocks the signals that end `fsdp run`, and SIGCHLD, and offers a file descriptor to poll.
 class Signals {
  public:
   Signals() {
@@ -59,7 +59,7 @@ class Signals {
   int fd() const {
     return fd_;
   }
-  /// A signal that asks us to end, if one came.
+  /// The signal that asks `fsdp run` to end, if one came.
   std::optional<int> take() const {
     std::optional<int> asked;
     signalfd_siginfo info{};
@@ -91,7 +91,7 @@ class Launcher {
       watch_other_nodes();
       enforce_grace();
     }
-    // Whatever the ranks left running goes with them, and their last words come out.
+    // Kills processes that the ranks left running, and passes on the rest of the output.
     children_.clear();
     while (output_.waiting() && !hurried_) {
       next_round();
@@ -120,7 +120,7 @@ class Launcher {
     return false;
   }
 
-  /// Waits a moment for news of any kind, and deals with them.
+  /// Waits a moment for output, ended ranks and signals, and handles them.
   void next_round() {
     pass_output_on();
     for (const auto& child : children_) {
@@ -157,8 +157,8 @@ class Launcher {
     output_.flush();
   }
 
-  /// One that was asked to end tells the others itself, as `fsdp train` does: they
-  /// end in their own time. Whom a signal has killed could not.
+  /// A rank that was asked to end and did so, as `fsdp train` does, has told the other ranks: they
+  /// end by themselves. A rank that a signal has killed could not tell them, and has failed.
   void ended(Child& child) {
     if (child.signal() != 0 || !was_asked(child.exit_code())) {
       failed(child);
@@ -177,7 +177,7 @@ class Launcher {
     const auto what = "rank " + std::to_string(child.rank()) + " failed first, with " + how;
     closing_words_ = "fsdp run: " + what + "; the other ranks were ended.\n";
     if (!child.last_errors().empty()) {
-      closing_words_ += "fsdp run: its last words:\n";
+      closing_words_ += "fsdp run: its last lines on stderr:\n";
       for (const auto& line : child.last_errors()) {
         closing_words_ += "  " + line + "\n";
       }
@@ -187,7 +187,7 @@ class Launcher {
   }
 
   void interrupted(int signal) {
-    if (ending_) { // asked twice: at once
+    if (ending_) { // the second signal: end at once
       kill_at_ = Clock::now();
       hurried_ = true;
       return;
@@ -197,11 +197,11 @@ class Launcher {
     end_all(128 + signal, signal, /*patiently=*/true);
   }
 
-  /// What the ranks say cannot be written.
+  /// Ends the ranks because their output cannot be written.
   void unheard(int error) {
     const auto what = std::string("the output cannot be written: ") + std::strerror(error);
     closing_words_ = "fsdp run: " + what + "; the ranks were ended.\n";
-    const int code = error == EPIPE ? 128 + SIGPIPE : 1; // as a shell has it
+    const int code = error == EPIPE ? 128 + SIGPIPE : 1; // as in a shell
     job_.report({what, code});
     end_all(code, SIGTERM, /*patiently=*/false);
   }
@@ -218,12 +218,14 @@ class Launcher {
     }
   }
 
-  /// The exit code of somebody who was asked to end, and did in order.
+  /// Returns true for the exit code of a process that ended normally after SIGINT or SIGTERM.
   static bool was_asked(int exit_code) {
     return exit_code == 128 + SIGINT || exit_code == 128 + SIGTERM;
   }
 
-  /// Who was asked by a person may have much to save: only a second signal hurries.
+  /// Sends a signal to all ranks. If a user asked for the end, this waits `patiently`, because
+  /// ranks may have much to save, until a second signal comes. Otherwise ranks are killed after
+  /// kGrace.
   void end_all(int exit_code, int signal, bool patiently) {
     ending_ = true;
     exit_code_ = exit_code;
@@ -247,14 +249,14 @@ class Launcher {
   Output output_;
   std::vector<std::unique_ptr<Child>> children_;
   bool ending_ = false;
-  bool hurried_ = false; // nothing is worth waiting for
+  bool hurried_ = false; // a second signal came: wait for nothing
   int exit_code_ = 0;
   Clock::time_point kill_at_;
   std::string closing_words_;
 };
 
 int launch(const RunOptions& options) {
-  const Signals signals; // first: the store's threads must not take our signals
+  const Signals signals; // first, so that the store's threads block these signals, too
   std::optional<int> asked;
   try {
     LaunchJob job(
@@ -278,18 +280,19 @@ int launch(const RunOptions& options) {
 void add_run(CLI::App& app, Action& action) {
   auto* command = app.add_subcommand("run", "Start a program once per rank, as processes");
   auto options = std::make_shared<RunOptions>();
-  command->add_option("-n,--ranks", options->num_ranks, "Ranks on this machine")
+  command->add_option("-n,--ranks", options->num_ranks, "Number of ranks on this machine")
       ->check(CLI::Range(1, 1 << 20))
       ->required();
-  command->add_option("--nnodes", options->num_nodes, "Machines; start fsdp run on each")
+  command->add_option("--nnodes", options->num_nodes, "Number of machines; start fsdp run on each")
       ->check(CLI::Range(1, 1 << 20));
   command->add_option("--node-rank", options->node_rank, "Number of this machine, from 0")
       ->check(CLI::NonNegativeNumber);
-  command->add_option("--master", options->master, "HOST:PORT on machine 0 that all reach");
+  command->add_option(
+      "--master", options->master, "HOST:PORT on machine 0 that all machines can reach");
   command->add_flag(
-      "--bare", options->bare, "Rank 0 writes as if it were started alone, without a mark");
-  // No extra arguments: CLI11 would take "[1,2]" for two. `main` adds the words.
-  command->add_option("program", options->program, "Program and its arguments, behind --")
+      "--bare", options->bare, "Rank 0 writes its output itself, without \"[rank 0]\"");
+  // No extra arguments: CLI11 would read "[1,2]" as two values. `main` adds the words.
+  command->add_option("program", options->program, "Program and its arguments, after --")
       ->required()
       ->allow_extra_args(false);
   command->footer("Example: fsdp run -n 4 -- ./my_program --its --options");

@@ -30,7 +30,7 @@ constexpr int64_t kLongestBlock = 64 << 10;
 
 enum class Kind { File, Folder, Other, Missing };
 
-// By hand: one supported torch exports its own, broken parts of std::filesystem.
+// Without std::filesystem: one supported torch exports broken copies of some of its functions.
 Kind kind_of(const std::string& path) {
   struct stat info{};
   if (stat(path.c_str(), &info) != 0) {
@@ -39,13 +39,13 @@ Kind kind_of(const std::string& path) {
   return S_ISREG(info.st_mode) ? Kind::File : S_ISDIR(info.st_mode) ? Kind::Folder : Kind::Other;
 }
 
-/// What `fsdp train` wrote. A text that grew with every run would not be the same
-/// when one is resumed.
+/// Returns true for a folder that `fsdp train` wrote. Such folders are not part of the text: it
+/// would change with every run, and a resumed run needs the same text.
 bool is_run_folder(const std::string& folder) {
   return is_file(folder + "/" + kMetricsFile) && is_file(folder + "/" + kConfigFile);
 }
 
-/// Files below `folder`, in the order of their names on every machine.
+/// All files below `folder`, sorted by name, so that the order is the same on every machine.
 std::vector<std::string> files_below(const std::string& folder) {
   std::vector<std::string> names;
   try {
@@ -59,7 +59,7 @@ std::vector<std::string> files_below(const std::string& folder) {
   std::vector<std::string> files;
   for (const auto& name : names) {
     const auto path = folder + "/" + name;
-    const bool is_link = std::filesystem::is_symlink(path); // a folder's may lead in circles
+    const bool is_link = std::filesystem::is_symlink(path); // links to folders may form a cycle
     const auto kind = name[0] == '.' ? Kind::Other : kind_of(path);
     if (kind == Kind::File) {
       files.push_back(path);
@@ -95,7 +95,7 @@ Corpus read_folder(const std::string& folder, const std::string& name) {
   return Corpus(text, name, num_files);
 }
 
-/// The include folder next to the lib folder of the libtorch that is loaded.
+/// The include folder next to the lib folder of the loaded LibTorch. Empty if it is not known.
 std::string loaded_headers() {
   Dl_info info{};
   if (dladdr(reinterpret_cast<const void*>(&torch::autograd::grad), &info) == 0) {
@@ -106,7 +106,7 @@ std::string loaded_headers() {
   return folder.substr(0, folder.rfind('/')) + "/include";
 }
 
-/// A number that looks random, the same everywhere (splitmix64's last steps).
+/// A hash that looks random and is the same on every machine (splitmix64).
 uint64_t mixed(uint64_t x) {
   x += 0x9e3779b97f4a7c15;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
@@ -224,7 +224,7 @@ double Corpus::byte_frequency_loss() const {
   const auto asked = count_bytes(held_out_);
   double loss = 0;
   for (size_t byte = 0; byte < known.size(); ++byte) {
-    // One more of each: no byte is impossible.
+    // Adds one to each count, so that no byte has probability 0.
     const auto probability = (known[byte] + 1) / (static_cast<double>(train_bytes()) + 256);
     loss -= asked[byte] * std::log(probability);
   }

@@ -7,21 +7,20 @@
 
 namespace fsdp::cli {
 
-/// Text as bytes: most of it to train on, and a part that is held out. It is
-/// not changed after it was made, so that ranks as threads share one.
+/// A text as bytes. Most of it is for training, and a part is held out. The text never changes, so
+/// that ranks that are threads can share it.
 ///
 /// Note [Held-out text]
-/// The text is cut into equal blocks of at most 64 KiB, at least 20 of them, and
-/// every twentieth is held out: a twentieth of the text, from all over it, the
-/// same for every seed and model.
+/// The text is cut into at least 20 equal blocks of at most 64 KiB. Every twentieth block is held
+/// out. The held-out blocks come from all over the text and are the same for every seed and model.
 class Corpus {
  public:
-  /// Reads a file, or all text below a folder in the order of the names; hidden
-  /// files, files with zero bytes, which are no text, and what runs of the tool have
-  /// left there are not in it. Throws ConfigError that names --data.
+  /// Reads a file, or all text files below a folder in the order of their names. Leaves out hidden
+  /// files, files that contain a zero byte, because they are not text, and the folders of runs.
+  /// Throws ConfigError with a message that names --data.
   static Corpus read(const std::string& path);
-  /// The C++ headers that came with the LibTorch this process runs on, else
-  /// those it was built with.
+  /// The C++ headers of the LibTorch that this process has loaded. If they are not there, those of
+  /// the LibTorch that the tool was built with.
   static Corpus libtorch_headers();
 
   explicit Corpus(const std::string& text, std::string name = "text", int64_t num_files = 1);
@@ -39,26 +38,26 @@ class Corpus {
     return static_cast<int64_t>(held_out_.size());
   }
 
-  /// Differs for another text, on any machine.
+  /// A hash of the text, the same on every machine.
   std::string fingerprint() const;
 
-  /// Throws ConfigError where there is too little text for rows of `context`.
+  /// Throws ConfigError if there is too little text for rows of `context` bytes.
   void check_context(int64_t context) const;
 
-  /// Rows [first, first + count) of the batch of `step`: (count, context + 1)
-  /// int64. Each row depends on seed, step and its number alone, so that any
-  /// number of ranks sees the same batches.
+  /// Rows [first, first + count) of the batch of `step`, as int64 of shape (count, context + 1).
+  /// Each row depends only on seed, step and the row's number, so that the batches are the same for
+  /// any number of ranks.
   torch::Tensor train_rows(
       uint64_t seed, int64_t step, int64_t first, int64_t count, int64_t context) const;
 
-  /// Rows [first, first + count) of `total` that lie evenly in the held-out text.
+  /// Rows [first, first + count) of `total` rows that are spread evenly over the held-out text.
   torch::Tensor held_out_rows(int64_t first, int64_t count, int64_t total, int64_t context) const;
 
-  /// Something to go on from: half a line of the held-out text.
+  /// A prompt for a sample: half a line of the held-out text.
   std::string prompt() const;
 
-  /// The loss on the held-out text of knowing only how frequent each byte is in
-  /// the other: what any model must beat.
+  /// The loss on the held-out text of a model that only knows how frequent each byte is in the
+  /// training text. A useful model must have a lower loss.
   double byte_frequency_loss() const;
 
  private:

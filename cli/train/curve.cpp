@@ -12,7 +12,7 @@ namespace fsdp::cli {
 
 namespace {
 
-// A braille character has two columns of four dots each; its code's bits:
+// A braille character has four rows of two dots. These are their bits in its code.
 constexpr uint8_t kDots[4][2] = {{0x01, 0x08}, {0x02, 0x10}, {0x04, 0x20}, {0x40, 0x80}};
 
 std::string braille(uint8_t dots) {
@@ -22,7 +22,8 @@ std::string braille(uint8_t dots) {
       static_cast<char>(0x80 | (code & 0x3f))};
 }
 
-/// `count` means of equal parts; fewer values are stretched.
+/// Divides the values into `count` equal parts and returns the mean of each. Repeats values if
+/// there are fewer than `count`.
 std::vector<double> resampled(const std::vector<double>& values, size_t count) {
   std::vector<double> means(count);
   for (size_t i = 0; i < count; ++i) {
@@ -59,7 +60,7 @@ std::vector<std::string> draw_curve(
   if (finite.size() < 2) {
     return {};
   }
-  const int across = options.unicode ? 2 : 1; // points in a character
+  const int across = options.unicode ? 2 : 1; // points per character
   const int down = options.unicode ? 4 : 1;
   const auto points = resampled(finite, static_cast<size_t>(options.width * across));
   const auto [low, high] = std::minmax_element(points.begin(), points.end());

@@ -8,16 +8,16 @@ namespace fsdp::cli {
 struct CurveOptions {
   int width = 60; // characters
   int height = 8;
-  bool unicode = true; // braille, else stars
+  bool unicode = true; // braille dots, else stars
 };
 
-/// Lines that show the values over their order, with the highest and the lowest
-/// beside them. Of many values each column shows the mean of its part; none that
-/// is not finite counts. Empty for less than two.
+/// Draws the values in their order as lines of text, with the highest and the lowest value as
+/// labels. If there are many values, a column shows the mean of several. Values that are not finite
+/// are left out. Returns no lines for fewer than two values.
 std::vector<std::string> draw_curve(
     const std::vector<double>& values, const CurveOptions& options = {});
 
-/// Whether the locale says that text is UTF-8.
+/// Returns true if the locale uses UTF-8.
 bool has_unicode();
 
 } // namespace fsdp::cli

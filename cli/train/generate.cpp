@@ -1,4 +1,4 @@
-// `fsdp generate`: text from a checkpoint of `fsdp train`.
+// `fsdp generate`: generates text with a checkpoint of `fsdp train`.
 #include <cmath>
 #include <iostream>
 #include <memory>
@@ -35,7 +35,7 @@ void check(const GenerateOptions& options) {
   check_config(options.seed >= 0, "--seed ", options.seed, ": it must be 0 or more");
 }
 
-/// The weights alone, whole, on one rank.
+/// Loads only the weights, into an unsharded model.
 Transformer load_model(const SavedRun& saved) {
   Transformer model{nullptr};
   {
@@ -69,21 +69,23 @@ int generate(const GenerateOptions& options) {
 } // namespace
 
 void add_generate(CLI::App& app, Action& action) {
-  auto* command = app.add_subcommand("generate", "Let a trained model write");
+  auto* command = app.add_subcommand("generate", "Generate text with a trained model");
   command->option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   auto options = std::make_shared<GenerateOptions>();
   command
       ->add_option(
-          "--checkpoint", options->checkpoint, "A run's folder (its newest), or a checkpoint")
+          "--checkpoint", options->checkpoint,
+          "A run's folder (its newest checkpoint is used), or a checkpoint")
       ->required();
-  command->add_option("--prompt", options->prompt, "Text to go on from");
+  command->add_option("--prompt", options->prompt, "Text to continue");
   const auto add = [&](const char* name, auto& value, const char* help) {
     command->add_option(name, value, help)->capture_default_str();
   };
-  add("--tokens", options->tokens, "Bytes to write");
-  add("--temperature", options->temperature, "0: the likeliest each time; 1: as learned");
-  add("--seed", options->seed, "Decides what is drawn");
-  command->add_flag("--raw", options->raw, "Print all bytes as they are");
+  add("--tokens", options->tokens, "Number of bytes to generate");
+  add("--temperature", options->temperature,
+      "0: always the likeliest byte; 1: the learned probabilities");
+  add("--seed", options->seed, "Seed of the random choices");
+  command->add_flag("--raw", options->raw, "Print all bytes unchanged, not ? for unprintable ones");
   command->callback([options, &action] { action = [options] { return generate(*options); }; });
 }
 

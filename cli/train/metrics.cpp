@@ -17,7 +17,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-/// JSON has no NaN.
+/// The value, or null if it is not finite: JSON has no NaN.
 Json number(double value) {
   return std::isfinite(value) ? Json(value) : Json();
 }
@@ -31,7 +31,7 @@ Json number(double value) {
 
 } // namespace
 
-/// The lines of steps up to `steps`; what a crash left half written is not one.
+/// The lines of steps up to `steps`, without a line that a crash has cut off.
 std::string MetricsFile::lines_to_keep(int64_t steps) {
   std::string kept;
   std::ifstream file(path_);
@@ -91,7 +91,7 @@ MetricsFile::MetricsFile(const std::filesystem::path& path, int64_t steps) : pat
 }
 
 void MetricsFile::add(const Json& line) {
-  file_ << line.dump() << std::endl; // whoever looks sees it at once
+  file_ << line.dump() << std::endl; // flushes, so that readers see the line at once
   check();
 }
 

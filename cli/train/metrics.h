@@ -13,44 +13,45 @@
 
 namespace fsdp::cli {
 
-/// One update, as metrics.jsonl has it.
+/// One update, as a line of metrics.jsonl.
 struct StepRecord {
   int64_t step = 0; // counts from 1
   double loss = 0;
   double grad_norm = 0;
   double lr = 0;
-  bool skipped = false; // in fp16: the gradients were not finite
-  int64_t tokens = 0;   // so far
+  bool skipped = false; // fp16 only: no update, because gradients were not finite
+  int64_t tokens = 0;   // since the first step of the run
   double seconds = 0;   // of this step
   double tokens_per_s = 0;
-  std::optional<double> exposed_s; // waiting for communication, where it was measured
+  std::optional<double> exposed_s; // time spent waiting for communication, if it was measured
   MemoryStats memory;              // of rank 0
 };
 
-/// The loss on the held-out text, after so many steps.
+/// The loss on the held-out text after `step` updates.
 struct Validation {
   int64_t step = 0;
   double loss = 0;
-  double byte_frequency_loss = 0; // what the frequencies of bytes alone would give
+  double byte_frequency_loss = 0; // see Corpus::byte_frequency_loss
 };
 
 nlohmann::ordered_json to_json(const StepRecord& record);
 nlohmann::ordered_json to_json(const Validation& validation);
 
-/// A file with one object per step or validation. Throws CheckpointError when it cannot be
-/// written.
+/// The file metrics.jsonl, with one JSON object per step or validation. Throws CheckpointError if
+/// it cannot be written.
 class MetricsFile {
  public:
-  /// Keeps the first `steps` of a run that goes on; those behind were not saved.
+  /// Opens the file. If a run is resumed after `steps` steps, their lines are kept. Lines of later
+  /// steps are dropped, because the resumed run makes these steps again.
   MetricsFile(const std::filesystem::path& path, int64_t steps);
 
   void add(const nlohmann::ordered_json& line);
 
-  /// Of the steps that were kept.
+  /// The losses of the steps whose lines were kept.
   const std::vector<double>& earlier_losses() const {
     return losses_;
   }
-  /// Whether what was kept has a validation after this step.
+  /// Returns true if the last validation that was kept came after this step.
   bool has_validation(int64_t step) const {
     return validated_ == step;
   }
@@ -65,7 +66,7 @@ class MetricsFile {
   std::ofstream file_;
 };
 
-/// Writes a small file, all of it or nothing. Throws CheckpointError.
+/// Replaces a small file atomically, see `write_aside`. Throws CheckpointError if that fails.
 void write_file(const std::filesystem::path& path, const std::string& text);
 
 } // namespace fsdp::cli

@@ -15,7 +15,7 @@ nn::Linear linear(int64_t in, int64_t out) {
   return nn::Linear(torch::nn::LinearOptions(in, out).bias(false));
 }
 
-/// (2, time, head_dim / 2): cosines and sines of every position's angles.
+/// Cosines and sines of the angles of every position: (2, time, head_dim / 2).
 torch::Tensor rotary_table(int64_t time, const ModelDims& dims, const torch::Tensor& like) {
   const auto options = like.options().dtype(torch::kFloat);
   const auto exponents = torch::arange(0, dims.head_dim(), 2, options) / dims.head_dim();
@@ -24,7 +24,7 @@ torch::Tensor rotary_table(int64_t time, const ModelDims& dims, const torch::Ten
   return torch::stack({angles.cos(), angles.sin()}).to(like.scalar_type());
 }
 
-/// Turns the pairs (i, i + head_dim / 2) of x: (batch, heads, time, head_dim).
+/// Rotates the pairs (i, i + head_dim / 2) of `x`, which is (batch, heads, time, head_dim).
 torch::Tensor rotate(const torch::Tensor& x, const torch::Tensor& rotary) {
   const auto halves = x.chunk(2, -1);
   const auto cos = rotary[0];
@@ -64,7 +64,7 @@ AttentionImpl::AttentionImpl(const ModelDims& dims)
 torch::Tensor AttentionImpl::forward(const torch::Tensor& x, const torch::Tensor& rotary) {
   const auto batch = x.size(0);
   const auto time = x.size(1);
-  // As many heads as the projection has: a sharded one may have fewer.
+  // -1: under tensor parallelism a rank has only a part of the heads.
   const auto heads_of = [&](nn::Linear& projection) {
     return projection(x).view({batch, time, -1, head_dim}).transpose(1, 2);
   };
@@ -122,8 +122,8 @@ torch::Tensor TransformerImpl::forward(const torch::Tensor& tokens) {
   if (!dims.tied) {
     return lm_head(x);
   }
-  // A plain operator, not a module of the plan: the terms of x's gradient, one
-  // from each rank's rows of the weight, have to be summed here.
+  // This is a plain operator, not a module that `parallelize` divides. Each rank has some rows of
+  // the weight and computes one term of x's gradient. `redistribute` sums the terms in backward.
   return torch::linear(
       tensor_mesh
           ? redistribute(x, *tensor_mesh, Replicate{}, Replicate{}, {.grad_placement = Partial{}})

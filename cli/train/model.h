@@ -17,10 +17,10 @@ struct ModelDims {
   int64_t vocab = 256; // bytes
   int64_t dim = 128;
   int64_t layers = 4;
-  int64_t heads = 4;    // divides dim, an even number of times
+  int64_t heads = 4;    // divides dim; dim / heads is even
   int64_t kv_heads = 2; // divides heads
-  int64_t hidden = 352; // inside the feed-forward part
-  bool tied = false;    // the output is the embedding's weight again
+  int64_t hidden = 352; // width inside the feed-forward part
+  bool tied = false;    // the output layer uses the embedding's weight
   double rotary_base = 10000;
   double norm_eps = 1e-5;
 
@@ -29,13 +29,13 @@ struct ModelDims {
   }
 };
 
-/// The usual size of `hidden`: two thirds of 4 * dim, rounded up to 32.
+/// The usual size of `hidden`: two thirds of 4 * dim, rounded up to a multiple of 32.
 int64_t default_hidden(int64_t dim);
-/// Half as many as heads, or as many where that does not go.
+/// `heads` / 2 if `heads` is even, else `heads`.
 int64_t default_kv_heads(int64_t heads);
 
-// Modules and parameters carry the names that Hugging Face gives them. None of
-// the weights means anything before `init_weights`.
+// Modules and parameters have the names that Hugging Face gives them. The constructors do not
+// initialize the weights: call `init_weights` or load a checkpoint.
 
 struct RMSNormImpl : torch::nn::Module {
   RMSNormImpl(int64_t dim, double eps);
@@ -46,7 +46,7 @@ struct RMSNormImpl : torch::nn::Module {
 };
 FSDP_MODULE(RMSNorm);
 
-/// Causal, with rotary positions; `kv_heads` heads of keys and values serve all.
+/// Causal attention with rotary positions. All heads share `kv_heads` heads of keys and values.
 struct AttentionImpl : torch::nn::Module {
   explicit AttentionImpl(const ModelDims& dims);
   /// x: (batch, time, dim); rotary: (2, time, head_dim / 2), cosines and sines.
@@ -78,27 +78,26 @@ FSDP_MODULE(Block);
 
 struct TransformerImpl : torch::nn::Module {
   explicit TransformerImpl(const ModelDims& dims);
-  /// (batch, time) int64 -> (batch, time, vocab): scores of the next token; under
-  /// tensor parallelism this rank's part of them.
+  /// Takes int64 tokens (batch, time) and returns scores of the next token (batch, time, vocab).
+  /// Under tensor parallelism a rank returns its part of the vocabulary.
   torch::Tensor forward(const torch::Tensor& tokens);
 
   ModelDims dims;
-  std::optional<DeviceMesh> tensor_mesh; // of one axis, under tensor parallelism
+  std::optional<DeviceMesh> tensor_mesh; // a mesh of one axis, if tensor parallel
   nn::Embedding embed_tokens;
   std::vector<Block> layers;
   RMSNorm norm;
-  nn::Linear lm_head{nullptr}; // none when tied
+  nn::Linear lm_head{nullptr}; // null if tied
 };
 FSDP_MODULE(Transformer);
 
-/// Divides the model over a mesh of one axis, as Megatron does: heads, hidden
-/// features and vocabulary. The axis must divide them. Before fully_shard.
-/// Collective.
+/// Makes the model tensor parallel, as Megatron does: divides heads, hidden features and vocabulary
+/// over a mesh of one axis, whose size must divide them. Call it before fully_shard. Collective.
 void parallelize(Transformer& model, const DeviceMesh& mesh);
 
-/// Fills the model, sharded or not, as small GPTs are: normal with 0.02, less for
-/// the projections back into the residual stream, norms one. `seed` alone decides,
-/// whatever the mesh. Of what is sharded one parameter at a time is whole.
+/// Initializes a model, sharded or not, in the way of small GPTs: normal with deviation 0.02, less
+/// for the projections back into the residual stream, and ones for the norms. The weights depend
+/// only on `seed`, not on the mesh. A sharded model holds one unsharded parameter at a time.
 void init_weights(Transformer& model, uint64_t seed);
 
 } // namespace fsdp::cli

@@ -192,7 +192,7 @@ void Narrator::result(const RunResult& result) {
 
 void Narrator::sample(const std::string& prompt, const std::string& text) {
   if (to_people()) {
-    screen_.labelled("sample", "what the model makes of \"" + printable(prompt) + "\":");
+    screen_.labelled("sample", "the model continues \"" + printable(prompt) + "\":");
     screen_.line(printable(text));
   }
   if (to_programs()) {
@@ -207,7 +207,8 @@ void Narrator::saved(const std::string& run, const std::string& checkpoint, int6
   const auto command = invocation() + " train --resume " + quoted(run) + more;
   if (to_people()) {
     screen_.labelled(
-        "saved", c10::str(checkpoint, "; ", is_done ? "to train on: " : "to go on: ", command));
+        "saved",
+        c10::str(checkpoint, "; ", is_done ? "to train longer: " : "to resume: ", command));
     const std::filesystem::path folder = run;
     const bool has_report = is_file(folder / kReportFile);
     const bool has_timeline = is_file(folder / kTraceFile);

@@ -15,23 +15,22 @@
 
 namespace fsdp::cli {
 
-/// How a run ended.
+/// The results of a run.
 struct RunResult {
   double first_loss = 0;
-  double last_loss = 0; // the mean of the last `num_last`
+  double last_loss = 0; // the mean over the last `num_last` steps
   int64_t num_last = 0;
   Validation validation;
   double seconds = 0;
 };
 
-/// Tells of a run on stdout: in lines for people, as one JSON object per line
-/// (--json), or the result alone (--quiet). Only rank 0 speaks; the others' calls
-/// do nothing.
+/// Reports a run on stdout: as lines for people, as one JSON object per line (--json), or only the
+/// result (--quiet). Only rank 0 prints (`speaks`); calls on the other ranks do nothing.
 class Narrator {
  public:
   Narrator(const TrainOptions& options, bool speaks);
 
-  /// What will happen.
+  /// Prints the sizes, memory and traffic that the run will have.
   void plan(const Plan& plan, int64_t shard_bytes, const std::string& backend);
   void text(const Corpus& corpus);
   void resumed(const SavedRun& saved);
@@ -44,7 +43,7 @@ class Narrator {
   void curve(const std::vector<double>& losses);
   void result(const RunResult& result);
   void sample(const std::string& prompt, const std::string& text);
-  /// Where everything is, and the command that goes on.
+  /// Prints where checkpoint and report are, and the command that resumes the run.
   void saved(const std::string& run, const std::string& checkpoint, int64_t steps);
 
   double seconds() const {

@@ -18,8 +18,8 @@ namespace {
 
 constexpr int kDefaultRanks = 4;
 
-/// What no checkpoint has and a run's folder keeps, besides --save-every: names, and where
-/// they are.
+/// Calls `visit(name, member)` for each option that config.json holds and checkpoints do not.
+/// --save-every is one, too, but has another type.
 template <class Visit>
 void for_each_habit(Visit visit) {
   visit("reshard-after-forward", [](auto& options) -> auto& { return options.reshard; });
@@ -30,7 +30,7 @@ void for_each_habit(Visit visit) {
   visit("keep-every", [](auto& options) -> auto& { return options.keep.keep_every; });
 }
 
-/// Sizes of the preset where none were given.
+/// Sizes that are not given become those of --model, see `resolve_model`.
 void add_model_options(CLI::App& command, TrainOptions& options) {
   auto& dims = options.identity.config.model;
   std::string names;
@@ -40,16 +40,16 @@ void add_model_options(CLI::App& command, TrainOptions& options) {
   const auto add = [&](const char* name, auto& value, const std::string& help) {
     return command.add_option(name, value, help)->group("Model");
   };
-  add("--model", options.model, "Size: " + names)->capture_default_str();
-  add("--dim", dims.dim, "Width");
-  add("--layers", dims.layers, "Blocks");
-  add("--heads", dims.heads, "Attention heads");
+  add("--model", options.model, "Size of the model: " + names)->capture_default_str();
+  add("--dim", dims.dim, "Width of the model");
+  add("--layers", dims.layers, "Number of blocks");
+  add("--heads", dims.heads, "Number of attention heads");
   add("--kv-heads", dims.kv_heads, "Heads for keys and values [half of --heads]");
   add("--hidden", dims.hidden, "Width inside the feed-forward part [8/3 of --dim]");
-  add("--vocab", dims.vocab, "Tokens; bytes take 256");
-  add("--tied", dims.tied, "The output is the embedding again: true or false");
-  add("--rotary-base", dims.rotary_base, "Of the rotary positions");
-  add("--norm-eps", dims.norm_eps, "Of the norms");
+  add("--vocab", dims.vocab, "Number of tokens; bytes need 256");
+  add("--tied", dims.tied, "Use the embedding's weight for the output, too: true or false");
+  add("--rotary-base", dims.rotary_base, "Base of the rotary positions");
+  add("--norm-eps", dims.norm_eps, "Epsilon of the norms");
 }
 
 void add_training_options(CLI::App& command, TrainOptions& options) {
@@ -57,19 +57,21 @@ void add_training_options(CLI::App& command, TrainOptions& options) {
   const auto add = [&](const char* name, auto& value, const char* help) {
     return command.add_option(name, value, help)->group("Training")->capture_default_str();
   };
-  add("--steps", config.steps, "Updates");
+  add("--steps", config.steps, "Number of updates");
   add("--batch", config.batch, "Rows of text per update, of all ranks together");
   add("--context", config.context, "Bytes per row");
   add("--data", options.identity.data, "File or folder of text [LibTorch's C++ headers]");
-  add("--seed", config.seed, "Decides weights, batches and sample");
+  add("--seed", config.seed, "Seed of weights, batches and sample");
   add("--lr", config.schedule.lr, "Highest learning rate");
-  add("--schedule", config.schedule.kind, "Of the learning rate, after the warm-up")
+  add("--schedule", config.schedule.kind, "Decay of the learning rate after the warm-up")
       ->check(CLI::IsMember({"cosine", "linear", "constant"}));
-  command.add_option("--warmup", config.schedule.warmup, "Steps up to it [a tenth of --steps]")
+  command
+      .add_option("--warmup", config.schedule.warmup, "Steps of the warm-up [a tenth of --steps]")
       ->group("Training");
-  command.add_option("--min-lr", config.schedule.min_lr, "At the end [a tenth of --lr]")
+  command
+      .add_option("--min-lr", config.schedule.min_lr, "Learning rate at the end [a tenth of --lr]")
       ->group("Training");
-  add("--weight-decay", config.weight_decay, "Of matrices");
+  add("--weight-decay", config.weight_decay, "Weight decay of matrices");
   command
       .add_option_function<std::string>(
           "--betas",
@@ -80,12 +82,15 @@ void add_training_options(CLI::App& command, TrainOptions& options) {
                 "--betas ", text, ": it must be two numbers, for example 0.9,0.95");
             options.given.insert({"beta1", "beta2"});
           },
-          "Of AdamW [0.9,0.95]")
+          "Betas of AdamW [0.9,0.95]")
       ->group("Training");
-  add("--clip", config.clip, "Highest norm of the gradients; 0: any");
-  add("--accumulate", config.accumulate, "Parts that a rank cuts its rows into");
+  add("--clip", config.clip, "Largest norm of the gradients; 0: no clipping");
+  add("--accumulate", config.accumulate,
+      "Divide the rows of a rank into so many parts, to save memory");
   command
-      .add_option("--validate-every", options.validate_every, "Updates between validations [none]")
+      .add_option(
+          "--validate-every", options.validate_every,
+          "Updates between validations [only at the end]")
       ->group("Training");
 }
 
@@ -95,15 +100,19 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
     return command.add_option(name, value, help)->group("Ranks and memory");
   };
   const CLI::IsMember dtypes({"bf16", "fp16", "fp32"});
-  add("--ranks", options.ranks, "As threads [4]; a launcher (fsdp run, torchrun, srun) decides");
-  add("--mesh", options.mesh, "For example dp=2,shard=2,tp=2: replicas, shards, tensor parallel");
+  add("--ranks", options.ranks,
+      "Number of ranks [one per GPU if there are several, else 4]; a launcher (fsdp run, torchrun, "
+      "srun) decides it itself");
+  add("--mesh", options.mesh,
+      "Sizes of the axes, e.g. dp=2,shard=2,tp=2: replicas, shards, tensor parallel");
   add("--reshard-after-forward", options.reshard,
-      "Free parameters between forward and backward: auto, true, false, or over so many ranks")
+      "Free parameters between forward and backward: auto, true, false, or shard them over this "
+      "number of ranks")
       ->capture_default_str();
-  add("--param-dtype", config.param_dtype, "To gather and compute in: bf16, fp16, fp32")
+  add("--param-dtype", config.param_dtype, "Dtype to gather and compute in: bf16, fp16, fp32")
       ->capture_default_str()
       ->check(dtypes);
-  add("--reduce-dtype", config.reduce_dtype, "To reduce gradients in [--param-dtype]")
+  add("--reduce-dtype", config.reduce_dtype, "Dtype to reduce gradients in [--param-dtype]")
       ->check(dtypes);
   add("--device", options.device, "auto, cpu or cuda")
       ->capture_default_str()
@@ -111,14 +120,14 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
   command
       .add_flag(
           "--processes", options.processes,
-          "Ranks are processes, over NCCL or gloo, not threads [where there are several GPUs]")
+          "Run ranks as processes over NCCL or gloo, not as threads [if there are several GPUs]")
       ->group("Ranks and memory");
   command.add_flag("--offload", config.offload, "Keep shards and optimizer in host memory")
       ->group("Ranks and memory");
   command
       .add_flag(
           "--activation-checkpointing", config.activation_checkpointing,
-          "Compute each block again in backward")
+          "Recompute each block in backward, to save memory")
       ->group("Ranks and memory");
 }
 
@@ -128,17 +137,17 @@ void add_file_options(CLI::App& command, TrainOptions& options) {
   };
   add("--run", options.run, "Folder of this run [runs/<date and time>]");
   add("--save-every", options.save_every,
-      "Save each time after so many updates, too; 0: at the end alone [a tenth of --steps, at most "
-      "1000]");
-  add("--keep", options.keep.keep, "Checkpoints that stay: the newest so many")
+      "Updates between checkpoints; 0: save only at the end [a tenth of --steps, at most 1000]");
+  add("--keep", options.keep.keep, "How many of the newest checkpoints to keep")
       ->capture_default_str();
-  add("--keep-every", options.keep.keep_every, "And those of multiples of this step");
+  add("--keep-every", options.keep.keep_every, "Also keep checkpoints of multiples of this step");
   add("--resume", options.resume,
-      "Go on with a run's folder, or from one of its checkpoints, on any --mesh; options that are "
-      "not given are as they were");
-  command.add_flag("--no-save", options.no_save, "Write nothing")->group("Files");
-  // main has put its words in front of the others already.
-  command.add_option("--config", "JSON or TOML file with any of these; the command line wins")
+      "Continue a run from its folder, or from one of its checkpoints, on any --mesh; options that "
+      "are not given stay as they were");
+  command.add_flag("--no-save", options.no_save, "Write no files")->group("Files");
+  // Only for --help: `main` has already replaced --config by the options in the file.
+  command
+      .add_option("--config", "JSON or TOML file with any of these options; the command line wins")
       ->group("Files");
 }
 
@@ -150,9 +159,11 @@ void add_options(CLI::App& command, TrainOptions& options) {
   add_rank_options(command, options);
   add_file_options(command, options);
   const char* screen = "Screen";
-  command.add_flag("--quiet", options.quiet, "Print the result only")->group(screen);
+  command.add_flag("--quiet", options.quiet, "Print only the result")->group(screen);
   command.add_flag("--json", options.json, "Print one JSON object per line")->group(screen);
-  command.add_flag("--dry-run", options.dry_run, "Say what would happen, on any number of ranks")
+  command
+      .add_flag(
+          "--dry-run", options.dry_run, "Print what a run would need, for any number of ranks")
       ->group(screen);
 }
 
@@ -173,7 +184,7 @@ void resolve_model(TrainOptions& options) {
   take("tied", dims.tied, given.tied);
   take("rotary-base", dims.rotary_base, given.rotary_base);
   take("norm-eps", dims.norm_eps, given.norm_eps);
-  if (was_given("heads")) { // the others follow, unless they were given, too
+  if (was_given("heads")) { // kv_heads follows from heads, and hidden from dim
     dims.kv_heads = default_kv_heads(dims.heads);
   }
   if (was_given("dim")) {
@@ -236,7 +247,7 @@ bool wants_processes(const TrainOptions& options) {
   const bool wanted = ranks > 1 && (options.processes || several_gpus);
   check_config(
       !wanted || config.device != "cuda" || ranks <= num_gpus, ranks, " ranks as processes, but ",
-      num_gpus, num_gpus == 1 ? " GPU" : " GPUs", ": NCCL wants one for each; take --ranks ",
+      num_gpus, num_gpus == 1 ? " GPU" : " GPUs", ": NCCL needs one for each; use --ranks ",
       num_gpus, num_gpus == 1 ? ", or leave --processes out for threads," : "", " or --device cpu");
   return wanted;
 }
@@ -258,7 +269,7 @@ void check_together(const TrainOptions& options) {
   };
   const bool saves_on_the_way = options.given.contains("save-every") && options.save_every > 0;
   const bool resumes = !options.resume.empty();
-  apart(options.quiet, "--quiet", options.json, "--json", "take one of them");
+  apart(options.quiet, "--quiet", options.json, "--json", "use only one of them");
   apart(
       options.no_save, "--no-save", !options.run.empty(), "--run",
       "leave out --no-save to write there");
@@ -267,17 +278,17 @@ void check_together(const TrainOptions& options) {
       "leave out --no-save to save");
   apart(
       options.dry_run, "--dry-run", resumes, "--resume",
-      "a dry run needs no checkpoint: give its options");
+      "a dry run reads no checkpoint: give the options of the run");
   apart(
       resumes, "--resume", options.given.contains("model"), "--model",
       "the checkpoint has the sizes: leave --model out");
   const bool goes_on =
-      real_path(options.run) == real_path(options.resume); // also when there is neither
+      real_path(options.run) == real_path(options.resume); // also if neither was given
   check_config(
       goes_on || options.run.empty() ||
           CheckpointSeries(checkpoints_of(options.run)).list().empty(),
-      "--run ", options.run, " has checkpoints of an earlier run; go on with it by --resume ",
-      options.run, ", or take another folder");
+      "--run ", options.run, " has checkpoints of an earlier run; continue that run with --resume ",
+      options.run, ", or use another folder");
 }
 
 nlohmann::ordered_json resolved(const TrainOptions& options) {
@@ -285,12 +296,12 @@ nlohmann::ordered_json resolved(const TrainOptions& options) {
   const auto& config = options.identity.config;
   for_each_option([&](const char* name, auto in, bool) {
     const std::string key = name;
-    if (key != "beta1" && key != "beta2") { // one option for both
+    if (key != "beta1" && key != "beta2") { // --betas is one option for both
       json[key] = in(config);
     }
   });
   json["betas"] = {config.beta1, config.beta2};
-  // What an empty or negative value stands for is not to be typed.
+  // An empty or negative value stands for a default. Users do not type it, so it is left out.
   for (const auto* open : {"min-lr", "warmup"}) {
     if (json[open] == -1) {
       json.erase(open);
@@ -318,7 +329,7 @@ std::optional<TrainOptions> read_resolved(const std::filesystem::path& run) {
   try {
     const auto json = nlohmann::ordered_json::parse(std::ifstream(path));
     const auto take = [&](const char* name, auto& value) {
-      if (json.contains(name)) { // not those that stand for a default
+      if (json.contains(name)) { // `resolved` left out values that stand for a default
         value = json.at(name).get<std::decay_t<decltype(value)>>();
       }
     };
@@ -334,7 +345,7 @@ std::optional<TrainOptions> read_resolved(const std::filesystem::path& run) {
         {__func__, __FILE__, __LINE__},
         c10::str(
             path.string(),
-            " is not what fsdp train writes there; remove it to go on from the newest checkpoint: ",
+            " is not a file of fsdp train; remove it to continue from the newest checkpoint: ",
             error.what()));
   }
   return options;

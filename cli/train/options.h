@@ -22,47 +22,49 @@ struct TrainOptions {
   std::string mesh;
   std::string reshard = "auto";
   std::string device = "auto";
-  bool processes = false; // one per rank, started by this one
+  bool processes = false; // start one process per rank
   bool quiet = false;
   bool json = false;
   bool dry_run = false;
   std::string run; // the folder; empty: runs/<date and time>
   std::string resume;
   bool no_save = false;
-  std::optional<int64_t> save_every; // 0: at the end alone
-  int64_t validate_every = 0;        // the same
+  std::optional<int64_t> save_every; // in steps; 0: only at the end
+  int64_t validate_every = 0;        // in steps; 0: only at the end
   CheckpointSeriesOptions keep;
-  std::set<std::string> given; // by the command line, or by --config
+  std::set<std::string> given; // names of the options on the command line or in --config
 
   bool saves() const {
     return !no_save && !dry_run;
   }
 };
 
-/// Adds them to the command, in groups.
+/// Adds all options to the command, in groups.
 void add_options(CLI::App& command, TrainOptions& options);
 
-/// What was left open: sizes by --model, then by the checkpoint that is resumed.
-/// Throws ConfigError that names the option and the way out.
+/// Sets the sizes of the model that were not given, by --model or from the sizes that were given.
+/// Throws ConfigError if there is no such --model.
 void resolve_model(TrainOptions& options);
-/// What a run's folder says about options that no checkpoint has, where they were
-/// not given; and how often to save. `before` is what the folder has.
+/// Sets options that checkpoints do not hold. Those that were not given become the ones in the
+/// folder of a resumed run, which `before` holds. Also decides how often to save.
 void resolve_habits(TrainOptions& options, const std::optional<TrainOptions>& before);
-/// The same of ranks, mesh and what depends on them, when the number of ranks is
-/// known: from a launcher, or none.
+/// Sets device, mesh and what depends on them, and checks the whole configuration. `launched` is
+/// the number of ranks that a launcher has started. Throws ConfigError with a message that names
+/// the option and the remedy.
 MeshShape resolve_mesh(
     TrainOptions& options, const std::optional<SavedRun>& saved, std::optional<int> launched);
-/// Whether ranks are to be processes though nobody has launched any: where it was asked
-/// for, and one per GPU where there are several. When the mesh is known.
+/// Returns true if this process has to start its ranks as processes: with --processes, or if there
+/// are several GPUs. Call it after `resolve_mesh`. Throws ConfigError if there are too few GPUs.
 bool wants_processes(const TrainOptions& options);
-/// Refuses options that contradict each other.
+/// Throws ConfigError if options of files and output are out of range or contradict each other.
 void check_together(const TrainOptions& options);
 
-/// All that was decided, by the options' names: a file for --config.
+/// All settings of the run, by the names of their options. The result is a file for --config.
 nlohmann::ordered_json resolved(const TrainOptions& options);
-/// Read back from a run's folder; none where it has no such file. Throws CheckpointError.
+/// Reads what `resolved` returned from a run's folder. Empty if the folder has no such file. Throws
+/// CheckpointError if the file is damaged.
 std::optional<TrainOptions> read_resolved(const std::filesystem::path& run);
-/// A run that was ended before its first checkpoint: it begins again.
+/// Describes a run that ended before its first checkpoint. It starts again at step 0.
 SavedRun begun_run(const TrainOptions& before, const std::filesystem::path& run);
 
 } // namespace fsdp::cli

@@ -8,7 +8,7 @@ namespace fsdp::cli {
 
 namespace {
 
-/// A weight: rows, and how many elements each has.
+/// The size of a weight: the number of rows, and the elements in a row.
 struct Matrix {
   int64_t rows = 0;
   int64_t row = 1;
@@ -22,7 +22,7 @@ int64_t bytes_of(const std::string& dtype) {
   return static_cast<int64_t>(c10::elementSize(dtype_of(dtype)));
 }
 
-/// One rank's pieces of a block's weights under tensor parallelism.
+/// The parts of a block's weights that one rank has under tensor parallelism.
 std::vector<Matrix> block_weights(const ModelDims& dims, int64_t tensor) {
   const auto query = dims.heads * dims.head_dim() / tensor;
   const auto key = dims.kv_heads * dims.head_dim() / tensor;
@@ -64,12 +64,13 @@ int64_t count_params(const ModelDims& dims) {
   return dims.layers * numel_of(block_weights(dims, 1)) + numel_of(root_weights(dims, 1));
 }
 
-/// Of the rows that a rank takes at once.
+/// The number of tokens that a rank computes at once.
 int64_t tokens_of_a_part(const TrainConfig& config, const MeshShape& mesh) {
   return config.batch / mesh.data_ranks() / config.accumulate * config.context;
 }
 
-/// What `parallelize` makes of a step, and parallel_cross_entropy.
+/// The all-reduces of tensor parallelism in a step: those of `parallelize` and of
+/// parallel_cross_entropy.
 TrafficPlan plan_tensor_traffic(const TrainConfig& config, const MeshShape& mesh) {
   TrafficPlan reduces{.op = "all-reduce", .axis = "tp"};
   if (mesh.tensor == 1) {
@@ -77,13 +78,13 @@ TrafficPlan plan_tensor_traffic(const TrainConfig& config, const MeshShape& mesh
   }
   const auto& dims = config.model;
   const auto tokens = tokens_of_a_part(config, mesh);
-  // Sums behind attention, feed-forward and embedding; backward, of the gradients in
-  // front of attention, feed-forward and output. A block that is computed again
-  // has the first of its sums again: nothing that is kept lies behind the second.
+  // Forward sums the outputs of attention, feed-forward and embedding. Backward sums the gradients
+  // of the inputs of attention, feed-forward and output layer. Recomputing a block repeats only the
+  // sum after attention: autograd keeps nothing that comes after the second sum.
   const auto of_block = 4 + (config.activation_checkpointing ? 1 : 0);
   const auto activations = of_block * dims.layers + 2;
-  // The scores, in fp32: the highest of each token, with a number behind them; then
-  // three sums of each.
+  // parallel_cross_entropy makes two all-reduces in fp32: one of the highest score of each token
+  // and one number more, and one of three sums per token.
   const auto scores = (tokens + 1 + 3 * tokens) * 4;
   const auto bytes = activations * tokens * dims.dim * bytes_of(config.param_dtype) + scores;
   reduces.count = config.accumulate * (activations + 2);
@@ -128,12 +129,12 @@ int64_t estimate_activations(const TrainConfig& config, const MeshShape& mesh) {
   const auto& dims = config.model;
   const auto tokens = tokens_of_a_part(config, mesh);
   const auto heads = (dims.heads + 2 * dims.kv_heads) * dims.head_dim() / mesh.tensor;
-  // Two norms with their inputs and outputs; projections, before and after the
-  // rotation; what attention gives; the four of SwiGLU.
+  // Inputs and outputs of two norms, projections before and after the rotation, the output of
+  // attention, and the four tensors of SwiGLU.
   const auto block = 5 * dims.dim + 3 * heads + 4 * dims.hidden / mesh.tensor;
   const auto kept =
       config.activation_checkpointing ? dims.layers * dims.dim + block : dims.layers * block;
-  const auto scores = 3 * dims.vocab / mesh.tensor; // and their softmax and gradient, in fp32
+  const auto scores = 3 * dims.vocab / mesh.tensor; // scores, softmax and gradient, in fp32
   return tokens * (kept * bytes_of(config.param_dtype) + scores * 4);
 }
 
@@ -151,7 +152,7 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh) {
         "layers." + std::to_string(i), block_weights(dims, mesh.tensor), mesh.shard, param_bytes));
   }
   plan.groups.push_back(plan_group("", root_weights(dims, mesh.tensor), mesh.shard, param_bytes));
-  for (auto& group : plan.groups) { // of all ranks together
+  for (auto& group : plan.groups) { // the elements on all ranks together
     group.numel = numel_of(group.name.empty() ? root_weights(dims, 1) : block_weights(dims, 1));
   }
   for (const auto& group : plan.groups) {
@@ -167,9 +168,9 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh) {
   const bool keeps = !config.reshard_after_forward.is_auto() &&
                      config.reshard_after_forward.ranks(static_cast<int>(mesh.shard)) == 0;
   const auto shard = plan.shard_bytes;
-  plan.state_bytes = config.offload ? 0 : 4 * shard; // it is on the host then
+  plan.state_bytes = config.offload ? 0 : 4 * shard; // offload keeps it on the host
   plan.activation_bytes = estimate_activations(config, mesh);
-  // Accumulating gradients stay whole until the last part reduces them.
+  // Gradients that are accumulated stay unsharded until the last part reduces them.
   const auto whole_grads =
       config.accumulate > 1 ? plan.gathered_bytes / param_bytes * reduce_bytes : 0;
   const auto in_backward = (keeps ? plan.gathered_bytes + block : 3 * block + root) +

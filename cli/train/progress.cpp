@@ -14,7 +14,7 @@ namespace fsdp::cli {
 
 namespace {
 
-constexpr int64_t kPlainLines = 20; // of a run that no terminal shows
+constexpr int64_t kPlainLines = 20; // for a whole run, if stdout is not a terminal
 constexpr int kBarWidth = 20;
 constexpr int kShortBar = 10;
 
@@ -33,7 +33,7 @@ std::string padded(const std::string& text, size_t width) {
   return std::string(width - std::min(width, text.size()), ' ') + text;
 }
 
-/// Three digits of `value`, divided until it is below `base`.
+/// Divides `value` by `base` until it is smaller, and returns three digits and the unit.
 std::string scaled(double value, double base, const std::vector<std::string>& units) {
   size_t unit = 0;
   while (value >= base && unit + 1 < units.size()) {
@@ -73,7 +73,7 @@ void Screen::replace(const std::string& text) {
 size_t Screen::width() {
   winsize size{};
   const bool known = ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
-  return (known ? size.ws_col : 80) - 1; // one that reached the edge would stay behind
+  return (known ? size.ws_col : 80) - 1; // a full line may wrap, and then cannot be rewritten
 }
 
 std::string fitted(std::vector<LinePiece> pieces, size_t width) {

@@ -9,49 +9,48 @@
 
 namespace fsdp::cli {
 
-/// What a person sees on stdout. On a terminal the progress is one line,
-/// rewritten in place; elsewhere a plain line now and then.
+/// Prints lines for people on stdout. On a terminal the last line can be rewritten in place.
 class Screen {
  public:
-  /// Looks at stdout, TERM and NO_COLOR.
+  /// Reads TERM and NO_COLOR, and checks whether stdout is a terminal.
   Screen();
 
-  /// A line that stays.
+  /// Prints a line that stays.
   void line(const std::string& text);
-  /// A line "label  text", the label set off.
+  /// Prints "label  text", with the label in bold if the terminal has colors.
   void labelled(const std::string& label, const std::string& text);
-  /// Replaces the line in place; on a terminal only.
+  /// Rewrites the last line in place. Does nothing if stdout is not a terminal.
   void replace(const std::string& text);
 
   bool is_terminal() const {
     return is_terminal_;
   }
-  /// What fits into the line that is replaced.
+  /// The number of characters that fit into a line that is rewritten.
   static size_t width();
 
  private:
   bool is_terminal_;
   bool color_;
-  bool replacing_ = false; // the cursor is behind a line that goes
+  bool replacing_ = false; // the cursor is at the end of a line that will be rewritten
 };
 
-/// A piece of a line; of those that have to go the one with the highest `rank` goes
-/// first, and those of rank 0 stay.
+/// A piece of a line. If the line is too long, the piece with the highest `rank` is dropped first.
+/// Pieces of rank 0 are never dropped.
 struct LinePiece {
   std::string text;
   int rank = 0;
 };
 
-/// Those that fit, in their order.
+/// Joins the pieces that fit into `width` characters, in their order.
 std::string fitted(std::vector<LinePiece> pieces, size_t width);
 
-/// The progress of a run of `steps` updates, of which a resumed one has `before`
-/// behind it.
+/// Shows the progress of a run of `steps` updates. A resumed run has already made `before` of them.
+/// On a terminal the progress is one line that is rewritten, elsewhere a plain line now and then.
 class Progress {
  public:
   Progress(Screen& screen, int64_t steps, int64_t tokens_per_step, int64_t before = 0);
 
-  /// After each update; its number counts from 1, those before too.
+  /// Call it after each update. The step of the record counts from 1, also in a resumed run.
   void update(const StepRecord& record);
 
   double seconds() const;
@@ -68,14 +67,15 @@ class Progress {
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-/// "1.50 MiB", "12.3 MB": three digits and a unit of 1024 or 1000.
+/// Three digits and a binary unit: "1.50 MiB".
 std::string binary_size(int64_t bytes);
+/// Three digits and a decimal unit: "12.3 MB".
 std::string decimal_count(int64_t count, const std::string& unit);
-/// "1 rank", "2 ranks".
+/// The count and the noun, with an s if needed: "1 rank", "2 ranks".
 std::string plural(int64_t count, const std::string& noun);
-/// Fixed-point text.
+/// The value with `digits` digits after the point.
 std::string fixed(double value, int digits);
-/// Without bytes that would do something to a terminal.
+/// Replaces bytes that could control a terminal, and all that are not ASCII, by '?'.
 std::string printable(const std::string& text);
 
 } // namespace fsdp::cli

@@ -17,32 +17,34 @@ namespace fsdp::cli {
 
 namespace {
 
-// The keys: model.*, optim.*, random.*; train.* is RunState and the number of
-// ranks; config.* are options by their names; data.* is the text.
+// The keys of a training checkpoint: model.*, optim.* and scaler.* are the Trainer's, random.* the
+// random generators. train.* is RunState with ranks and mesh, config.* the options by their names,
+// data.* the path and fingerprint of the text.
 
 std::string config_key(const char* option) {
   return std::string("config.") + option;
 }
 
-/// Someone else's checkpoint may have anything under our keys.
+/// Throws CheckpointError if the value has another type: the checkpoint may be of another program.
 template <class T>
 T value_of(const StateDict& state, const std::string& key, const std::filesystem::path& path) {
   const auto* value = std::get_if<T>(&state.at(key));
   if (!value) {
     throw CheckpointError(
         {__func__, __FILE__, __LINE__},
-        c10::str(path.string(), ": '", key, "' is not what fsdp train saves there"));
+        c10::str(
+            path.string(), ": '", key, "' has another type than in checkpoints of fsdp train"));
   }
   return *value;
 }
 
-/// Where to go on from, when this one cannot be read.
+/// Advice to resume from another checkpoint of the run. Empty if there is none.
 std::string advice_instead_of(const std::filesystem::path& checkpoint) {
   std::string other;
   for (const auto& [step, path] : CheckpointSeries(checkpoint.parent_path() / ".").list()) {
     other = path.filename() == checkpoint.filename() ? other : path.string();
   }
-  return other.empty() ? "" : "; to go on from another one: --resume " + other;
+  return other.empty() ? "" : "; to resume from another one: --resume " + other;
 }
 
 void insert_progress(StateDict& state, const RunState& run) {
@@ -116,11 +118,11 @@ void adopt_options(RunIdentity& mine, const SavedRun& saved, const std::set<std:
     check_config(
         !fixed || value == theirs, "--", name, " ", value, ": ", saved.path.string(),
         " is of a run with --", name, " ", theirs,
-        "; leave it out to go on with that one, or --resume to start another");
+        "; leave it out to continue that run, or leave out --resume to start another");
   });
   check_config(
       mine.config.steps >= saved.step, "--steps ", mine.config.steps, ": ", saved.path.string(),
-      " has ", saved.step, " behind it already");
+      " has already made ", saved.step);
   if (!given.contains("data")) {
     mine.data = saved.identity.data;
   }
@@ -135,7 +137,7 @@ void check_text(const RunIdentity& mine, const SavedRun& saved) {
       "--data: the text of ", name(mine), " is not the one that ", saved.path.string(),
       " was trained on (",
       mine.data == saved.identity.data ? "it has changed since" : name(saved.identity),
-      "); start another run without --resume");
+      "); leave out --resume to start another run");
 }
 
 StateDict make_run_state_dict(Trainer& trainer, const RunState& run, const RunIdentity& identity) {
@@ -158,12 +160,12 @@ void load_run(const SavedRun& saved, Trainer& trainer, RunState& run) {
   insert_progress(state, run);
   StateDict random;
   random.insert_all(get_random_state(), "random.");
-  // Each rank has its own, so it fits no other number of them.
+  // Each rank has its own random state, so it only fits the same number of ranks.
   const bool same_ranks = saved.ranks == get_world_size();
   try {
     load(state, saved.path);
     if (same_ranks) {
-      load(random, saved.path, {.strict = false}); // saved on other devices, it has others
+      load(random, saved.path, {.strict = false}); // not strict: other devices have other keys
     }
   } catch (const CheckpointError& error) {
     throw CheckpointError(

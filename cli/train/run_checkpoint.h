@@ -11,56 +11,58 @@
 
 namespace fsdp::cli {
 
-/// Steps whose mean loss is the final training loss.
+/// The final training loss is the mean over this many last steps.
 inline constexpr int64_t kLastSteps = 10;
 
-/// How far a run has come. Batches depend on seed and step alone, so the step is
-/// its place in the text too.
+/// The progress of a run. Batches depend only on seed and step, so the position in the text does
+/// not have to be saved.
 struct RunState {
-  int64_t step = 0; // updates that are done
+  int64_t step = 0; // how many updates are done
   double first_loss = 0;
-  torch::Tensor last_losses = torch::zeros({kLastSteps}, torch::kDouble); // step i's at i % size
+  /// The loss of step i is at i % kLastSteps.
+  torch::Tensor last_losses = torch::zeros({kLastSteps}, torch::kDouble);
 
   void add(double loss);
   int64_t num_last() const;
   double mean_of_last() const;
 };
 
-/// What makes a run this one and no other.
+/// The settings and the text of a run, which decide its result.
 struct RunIdentity {
   TrainConfig config;
-  std::string data;        // where the text is; empty: LibTorch's headers
+  std::string data;        // the path of the text; empty: LibTorch's headers
   std::string fingerprint; // of the text
 };
 
-/// A training checkpoint, as far as it has to be known before a model is built.
+/// What has to be known about a training checkpoint before the model is built.
 struct SavedRun {
-  std::filesystem::path path; // of the checkpoint; of the run's folder where there is none yet
+  std::filesystem::path path; // of the checkpoint, or of the run's folder if it has none yet
   bool has_checkpoint = true;
-  bool is_latest = false; // of the run's folder that was asked for
+  bool is_latest = false; // a run's folder was given, and this is its newest checkpoint
   RunIdentity identity;
   int64_t step = 0;
   int64_t ranks = 0;
   std::string mesh; // as --mesh takes it
 };
 
-/// Where the checkpoints of a run lie.
+/// The folder of a run's checkpoints.
 std::filesystem::path checkpoints_of(const std::string& run);
 
-/// The newest complete checkpoint of a run's folder; or `path` is a checkpoint
-/// itself. Throws ConfigError where there is none, CheckpointError where it is not
-/// one of a training run; `option` asked for it. Not collective, and before there is a world.
+/// Reads the newest complete checkpoint of a run's folder, or the checkpoint at `path`. Throws
+/// ConfigError with a message that names `option` if there is none, and CheckpointError if it is
+/// not a checkpoint of `fsdp train`. Not collective: it needs no process group.
 SavedRun find_saved_run(const std::string& path, const char* option = "--resume");
 
-/// Options that were not `given` become those of the checkpoint. Refuses, by name,
-/// what would make another run of it; --steps and the optimizer's may change.
+/// Sets options that were not `given` to those of the checkpoint. Throws ConfigError if a fixed
+/// option differs from the checkpoint, or if the checkpoint is already beyond --steps.
 void adopt_options(RunIdentity& mine, const SavedRun& saved, const std::set<std::string>& given);
-/// Refuses another text than that of the checkpoint.
+/// Throws ConfigError if the checkpoint was trained on another text.
 void check_text(const RunIdentity& mine, const SavedRun& saved);
 
-/// All of a training checkpoint; the tensors are the live ones. Collective.
+/// Everything that a training checkpoint holds. Its tensors are those of the trainer, not copies.
+/// Collective.
 StateDict make_run_state_dict(Trainer& trainer, const RunState& run, const RunIdentity& identity);
-/// Goes on where the checkpoint was made. Collective.
+/// Loads a checkpoint into `trainer` and `run`. Collective.
 void load_run(const SavedRun& saved, Trainer& trainer, RunState& run);
 
 } // namespace fsdp::cli

@@ -19,9 +19,9 @@ namespace {
 
 constexpr int64_t kLongestText = 1024;
 
-/// What rank 0 says, as far as it fits. Collective.
+/// Broadcasts a text from rank 0, cut off at kLongestText bytes. Collective.
 std::string from_first_rank(std::string text, const std::string& device) {
-  text.resize(kLongestText); // ends with a zero, at least one
+  text.resize(kLongestText); // padded with zeros; the last byte must be one
   text.back() = '\0';
   const auto bytes = torch::from_blob(text.data(), {kLongestText}, torch::kByte);
   const auto shared = bytes.to(torch::Device(device), /*non_blocking=*/false, /*copy=*/true);
@@ -30,7 +30,7 @@ std::string from_first_rank(std::string text, const std::string& device) {
   return text.c_str();
 }
 
-/// With all folders above it. By hand: see corpus.cpp.
+/// Makes a folder and all folders above it. Without std::filesystem, see cli/files.h.
 void make_folders(const std::string& path) {
   for (size_t end = path.find('/', 1);; end = path.find('/', end + 1)) {
     const auto part = path.substr(0, end);
@@ -39,7 +39,7 @@ void make_folders(const std::string& path) {
     if (!made && !is_folder(part)) {
       throw CheckpointError(
           {__func__, __FILE__, __LINE__},
-          c10::str(part, " cannot be made a folder: ", std::strerror(error)));
+          c10::str("cannot make the folder ", part, ": ", std::strerror(error)));
     }
     if (end == std::string::npos) {
       return;
@@ -47,8 +47,8 @@ void make_folders(const std::string& path) {
   }
 }
 
-/// runs/<date and time>, by the clock of rank 0, which makes it: two runs that begin
-/// in the same second have two. Collective.
+/// Makes runs/<date and time> on rank 0 and returns its path on every rank. If that folder exists,
+/// because another run began in the same second, a number is appended. Collective.
 std::string new_run_folder(const std::string& device) {
   std::string path;
   if (get_rank() == 0) {
@@ -58,7 +58,7 @@ std::string new_run_folder(const std::string& device) {
     std::strftime(text, sizeof(text), "%Y%m%d-%H%M%S", localtime_r(&now, &local));
     const auto first = std::string("runs/") + text;
     path = first;
-    mkdir("runs", 0777); // what is wrong with it is said by make_folders
+    mkdir("runs", 0777); // make_folders reports an error
     for (int i = 2; mkdir(path.c_str(), 0777) != 0 && errno == EEXIST; ++i) {
       path = first + "-" + std::to_string(i);
     }
@@ -88,7 +88,7 @@ RunFolder::RunFolder(
       failure = error.what_without_backtrace();
     }
   }
-  // Every rank ends alike, rather than waiting for rank 0.
+  // Every rank throws the error of rank 0, so that none waits for rank 0.
   failure = from_first_rank(failure, options.identity.config.device);
   if (!failure.empty()) {
     throw CheckpointError({__func__, __FILE__, __LINE__}, failure);
@@ -109,7 +109,7 @@ void RunFolder::add(const StepRecord& record) {
 }
 
 void RunFolder::add(const Validation& validation) {
-  if (metrics_ && !metrics_->has_validation(validation.step)) { // of a run that was done already
+  if (metrics_ && !metrics_->has_validation(validation.step)) { // a finished run has one
     metrics_->add(to_json(validation));
   }
 }
@@ -129,9 +129,10 @@ void RunFolder::at_end(Trainer& trainer, const RunState& run) {
     const auto state = make_run_state_dict(trainer, run, options_.identity);
     try {
       series_->save(run.step, state);
-    } catch (const CheckpointError& error) { // of the save before, perhaps: this one is not lost
+    } catch (const CheckpointError& error) { // maybe of an earlier async save, so try again
       if (get_rank() == 0) {
-        std::cerr << "fsdp: saving again: " << error.what_without_backtrace() << std::endl;
+        std::cerr << "fsdp: saving failed, trying again: " << error.what_without_backtrace()
+                  << std::endl;
       }
       series_->save(run.step, state);
     }
@@ -143,7 +144,7 @@ void RunFolder::report() {
     if (metrics_) {
       write_report(path_);
     }
-  } catch (const c10::Error& error) { // all that counts lies there
+  } catch (const c10::Error& error) { // only the report is missing: the run's data is on disk
     std::cerr << "fsdp: no report: " << error.what_without_backtrace() << std::endl;
   }
 }

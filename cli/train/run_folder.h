@@ -12,22 +12,22 @@
 
 namespace fsdp::cli {
 
-/// What a run leaves on disk, as docs/run_folder.md has it; nothing with --no-save. Its calls are
-/// collective; rank 0 writes what is written once.
+/// Writes the files of a run, see docs/run_folder.md. With --no-save it writes nothing. Calls are
+/// collective; rank 0 writes the files that a run has only once.
 class RunFolder {
  public:
-  /// `before` steps are behind a run that goes on.
+  /// `before` is the number of steps that a resumed run has already made.
   RunFolder(const TrainOptions& options, const Plan& plan, c10::Device device, int64_t before);
 
-  /// Before each update; `step` of them are behind.
+  /// Call it before each update. `step` updates are done.
   void before_step(int64_t step);
   void add(const StepRecord& record);
   void add(const Validation& validation);
-  /// After each update, beside the next ones.
+  /// Call it after each update. If a checkpoint is due, it is written while training goes on.
   void after_step(Trainer& trainer, const RunState& run);
-  /// After the last one: the checkpoint lies there when this returns.
+  /// Call it after the last update. The last checkpoint is complete when this returns.
   void at_end(Trainer& trainer, const RunState& run);
-  /// The page of all this. Not collective: rank 0 writes it.
+  /// Writes report.html on rank 0, without the other ranks. Not collective.
   void report();
 
   bool exists() const {
@@ -36,16 +36,16 @@ class RunFolder {
   const std::string& path() const {
     return path_;
   }
-  /// The newest checkpoint.
+  /// The path of the newest checkpoint. Empty if there is none.
   std::string latest() const;
-  /// Of the steps before, where they are known.
+  /// On rank 0: the losses of the steps before a resumed run, if metrics.jsonl has them.
   std::vector<double> earlier_losses() const;
 
  private:
   const TrainOptions& options_;
   std::string path_;
   std::optional<CheckpointSeries> series_;
-  std::optional<MetricsFile> metrics_; // of rank 0
+  std::optional<MetricsFile> metrics_; // on rank 0 only
   std::optional<StepTrace> trace_;
 };
 

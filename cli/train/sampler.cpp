@@ -11,8 +11,8 @@ namespace fsdp::cli {
 
 namespace {
 
-constexpr int64_t kBytes = 256; // tokens that mean something
-constexpr double kCold = 1e-6;  // below, only the likeliest has a chance, and quotients overflow
+constexpr int64_t kBytes = 256; // the tokens that stand for bytes
+constexpr double kCold = 1e-6;  // below it the likeliest byte is taken: the division could overflow
 
 torch::Tensor scores_behind(Transformer& model, const torch::Tensor& tokens) {
   auto scores = model(tokens.unsqueeze(0)).select(0, 0).select(0, -1);
@@ -28,11 +28,11 @@ std::string sample(Transformer& model, const std::string& prompt, const SampleOp
   const torch::NoGradGuard no_grad;
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(options.seed);
   std::vector<int64_t> tokens;
-  for (const char c : prompt.empty() ? "\n" : prompt) { // something to go on from
+  for (const char c : prompt.empty() ? "\n" : prompt) { // the model needs at least one token
     tokens.push_back(static_cast<unsigned char>(c));
   }
   for (int64_t i = 0; i < options.count; ++i) {
-    // One text is enough: the others' company needs the last token alone.
+    // A rank whose text is not wanted only takes part in the collectives: one token is enough.
     const auto most = options.wanted ? options.context : 1;
     const auto length = std::min(most, static_cast<int64_t>(tokens.size()));
     const auto last = torch::tensor(std::vector<int64_t>(tokens.end() - length, tokens.end()));

@@ -9,16 +9,16 @@ namespace fsdp::cli {
 
 struct SampleOptions {
   int64_t count = 240;      // bytes to draw
-  double temperature = 0.8; // 0: always the likeliest
+  double temperature = 0.8; // 0: always the likeliest byte
   uint64_t seed = 1;
-  int64_t context = 128; // the model sees the last so many
+  int64_t context = 128; // how many of the last bytes the model sees
   c10::Device device = c10::kCPU;
-  /// False: this rank only takes part in gathering, and what it draws is no text.
+  /// If false, this rank only takes part in the collectives, and its result is meaningless.
   bool wanted = true;
 };
 
-/// `prompt` and bytes that the model drew to follow it. Collective over the ranks
-/// that the model lies on; those that share a batch want the same.
+/// Returns `prompt`, followed by bytes that the model generates. Collective over the ranks of the
+/// model. The ranks of the tensor axis must have the same `wanted`.
 std::string sample(Transformer& model, const std::string& prompt, const SampleOptions& options);
 
 } // namespace fsdp::cli

@@ -10,7 +10,7 @@ namespace fsdp::cli {
 namespace {
 
 std::atomic<int> came{0};
-static_assert(std::atomic<int>::is_always_lock_free); // or a handler could not touch it
+static_assert(std::atomic<int>::is_always_lock_free); // required in a signal handler
 
 void on_signal(int signal) {
   int none = 0;
@@ -22,7 +22,7 @@ void on_signal(int signal) {
 void handle(int signal, void (*handler)(int)) {
   struct sigaction action{};
   action.sa_handler = handler;
-  action.sa_flags = SA_RESTART; // ranks in a read or a wait shall notice nothing
+  action.sa_flags = SA_RESTART; // the system calls of ranks are not interrupted
   sigemptyset(&action.sa_mask);
   sigaction(signal, &action, nullptr);
 }

@@ -2,8 +2,8 @@
 
 namespace fsdp::cli {
 
-/// While it lives, SIGINT and SIGTERM ask the run to end after its step instead
-/// of ending the process; a second one of either ends it at once. One at a time.
+/// While an object exists, the first SIGINT or SIGTERM asks the run to end after its current step.
+/// A second signal ends the process at once. Only one object may exist at a time.
 class StopSignals {
  public:
   StopSignals();
@@ -11,7 +11,7 @@ class StopSignals {
   StopSignals(const StopSignals&) = delete;
   StopSignals& operator=(const StopSignals&) = delete;
 
-  /// The signal that came, 0 if none did. For any thread.
+  /// The first signal that came, or 0. Any thread may call it.
   static int asked();
 };
 

@@ -44,7 +44,7 @@ void StepTrace::end() {
     trace_->write(std::filesystem::path(folder_) / kTraceFile);
   } catch (const CommError&) {
     throw;
-  } catch (const c10::Error& error) { // on every rank; training goes on without it
+  } catch (const c10::Error& error) { // every rank catches it, and training goes on
     if (get_rank() == 0) {
       std::cerr << "fsdp: no timeline: " << error.what_without_backtrace() << std::endl;
     }

@@ -10,23 +10,23 @@
 
 namespace fsdp::cli {
 
-/// A few steps of a run, traced into its folder: early, but when all is warm.
+/// Traces a few early steps of a run, after a warm-up, and writes the trace into the run's folder.
 /// Every rank makes the same calls.
 class StepTrace {
  public:
-  /// `before` of the run's `steps` are behind it.
+  /// `before` of the run's `steps` steps are already done.
   StepTrace(std::string folder, int64_t before, int64_t steps, c10::Device device);
 
-  /// Before each step, which counts from 1; the file is written when it has all.
+  /// Call it before each step. Steps count from 1. Writes the file after the last traced step.
   void begin_step(int64_t step);
-  /// After the last step, however that came.
+  /// Call it after the last step, also if a signal ended the run early.
   void end();
 
  private:
   const std::string folder_;
   const c10::Device device_;
   int64_t first_ = 0;
-  std::optional<Trace> trace_; // while it is their turn
+  std::optional<Trace> trace_; // only during the traced steps
 };
 
 } // namespace fsdp::cli

@@ -33,7 +33,7 @@ namespace {
 
 constexpr int64_t kSampleBytes = 240;
 
-/// A world that this process joins by itself; not inside run_ranks.
+/// Joins a world of processes and leaves it again. Not for use inside run_ranks.
 struct Joined {
   explicit Joined(const InitOptions& options) {
     init_process_group(options);
@@ -76,7 +76,8 @@ Validation validate(Trainer& trainer, int64_t step) {
       .byte_frequency_loss = trainer.corpus().byte_frequency_loss()};
 }
 
-/// Steps until the run is done; or a signal came to any rank, and this is it.
+/// Trains until the run is done, and returns 0. If a signal comes to any rank, stops after that
+/// step and returns the signal.
 int train_steps(
     const TrainOptions& options,
     Trainer& trainer,
@@ -111,7 +112,7 @@ int train_steps(
   return 0;
 }
 
-/// The whole run, as one rank of it; rank 0 tells about it. The exit code.
+/// Runs one rank from the beginning to the end, and returns the exit code. Rank 0 reports the run.
 int train_rank(
     const TrainOptions& options, const Corpus& corpus, const std::optional<SavedRun>& saved) {
   const auto& config = options.identity.config;
@@ -134,19 +135,18 @@ int train_rank(
   try {
     signal = train_steps(options, trainer, run, folder, narrator, losses);
   } catch (const NonFiniteError& error) {
-    // Every rank stops at the same step, so none has to be released from a collective.
+    // Every rank stops at the same step, so none waits in a collective.
     folder.report();
     if (get_rank() == 0) {
       const auto latest = folder.latest();
       std::cerr << "\nfsdp: " << error.what_without_backtrace()
-                << (latest.empty() ? "" : "; the newest checkpoint from before it is " + latest)
-                << std::endl;
+                << (latest.empty() ? "" : "; the newest checkpoint is " + latest) << std::endl;
     }
     return kNonFinite;
   }
   const auto seconds = narrator.seconds();
   folder.at_end(trainer, run);
-  if (signal != 0) { // whoever asked does not want to wait for more
+  if (signal != 0) { // no validation and no sample: the user wants the run to end
     narrator.stopped(signal == SIGINT ? "SIGINT" : "SIGTERM", run.step);
   } else {
     const auto validation = validate(trainer, run.step);
@@ -170,11 +170,11 @@ int train_rank(
   return signal == 0 ? 0 : 128 + signal;
 }
 
-/// Builds the model as rank 0 of as many ranks as it shall be, without its memory.
+/// Prints the plan of a run. Builds the model on the meta device, as rank 0 of a fake world.
 int dry_run(TrainOptions& options) {
   const auto mesh = resolve_mesh(options, std::nullopt, std::nullopt);
   auto& config = options.identity.config;
-  std::optional<Corpus> corpus; // the default text is there, and takes a while to read
+  std::optional<Corpus> corpus; // not the default text: it takes a while to read
   if (!options.identity.data.empty()) {
     corpus = Corpus::read(options.identity.data);
     corpus->check_context(config.context);
@@ -190,7 +190,7 @@ int dry_run(TrainOptions& options) {
   return 0;
 }
 
-/// `fsdp run`, which starts the same command once per rank.
+/// Replaces this process by `fsdp run`, which starts the same command once per rank.
 [[noreturn]] void become_launcher(int64_t ranks) {
   std::vector<std::string> words{"run",    "-n", std::to_string(ranks),
                                  "--bare", "--", real_path("/proc/self/exe")};
@@ -220,7 +220,7 @@ int train(TrainOptions options) {
     return dry_run(options);
   }
   const bool launched = is_launched();
-  if (launched) { // how many ranks is known only after all have met
+  if (launched) { // the number of ranks is not known before they meet
     check(config, MeshShape{});
   } else {
     const auto ranks = resolve_mesh(options, saved, std::nullopt).ranks();
@@ -253,8 +253,8 @@ int train(TrainOptions options) {
 
 void add_train(CLI::App& app, Action& action) {
   auto* command = app.add_subcommand("train", "Train a language model over several ranks");
-  // Given twice, the last one holds: scripts add to what they were given, and a
-  // --config is in front of the command line.
+  // The last value of an option counts: scripts append options, and the options of --config come
+  // before those of the command line.
   command->option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   auto options = std::make_shared<TrainOptions>();
   add_options(*command, *options);

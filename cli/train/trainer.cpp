@@ -23,7 +23,7 @@ namespace {
 
 constexpr int64_t kValidationBatches = 8;
 
-/// This rank's own; ranks take the accelerators of their machine in turn.
+/// The device of this rank. The ranks of a machine take its accelerators in turn.
 c10::Device pick_device(const std::string& name) {
   c10::Device device(name);
   if (device.is_cpu()) {
@@ -36,7 +36,7 @@ c10::Device pick_device(const std::string& name) {
   return device;
 }
 
-/// Weight decay pulls at matrices alone, not at the norms.
+/// Weight decay applies only to matrices, not to the weights of norms.
 Optimizer make_optimizer(const Transformer& model, const TrainConfig& config) {
   std::vector<torch::Tensor> matrices;
   std::vector<torch::Tensor> vectors;
@@ -108,7 +108,7 @@ Trainer::Trainer(const TrainConfig& config, const Corpus& corpus)
       mesh_(config.mesh.value_or(MeshShape{.shard = get_world_size()}), device_.type()),
       model_(build_sharded(config, mesh_)),
       scaler_({.enabled = config.param_dtype == "fp16"}) {
-  memory_stats(device_); // begins to count, before there is anything
+  memory_stats(device_); // begins to count before anything is allocated
   to_empty(model_, config.offload ? c10::Device(c10::kCPU) : device_);
   init_weights(model_, static_cast<uint64_t>(config.seed));
   for (const auto& item : named_dtensors(model_)) {
@@ -123,7 +123,7 @@ StepResult Trainer::step(int64_t step, int asked) {
   const auto [first, count] = my_rows(config_.batch);
   const auto loss =
       accumulate(corpus_.train_rows(config_.seed, step, first, count, config_.context));
-  // Signals travel with the loss: every rank learns of them in the same step.
+  // Signals are reduced together with the loss, so that every rank sees them in the same step.
   const auto shared = average(torch::stack(
       {loss, torch::full_like(loss, asked == SIGINT ? 1 : 0),
        torch::full_like(loss, asked == SIGTERM ? 1 : 0)}));
@@ -162,7 +162,7 @@ torch::Tensor Trainer::accumulate(const torch::Tensor& rows) {
   auto sum = torch::zeros({}, torch::TensorOptions(device_).dtype(torch::kDouble));
   for (size_t i = 0; i < parts.size(); ++i) {
     const bool is_last = i + 1 == parts.size();
-    root.set_requires_gradient_sync(is_last); // gradients are reduced once
+    root.set_requires_gradient_sync(is_last); // reduces gradients only once
     root.set_is_last_backward(is_last);
     const auto loss = loss_of(parts[i]) / static_cast<double>(parts.size());
     sum += loss.detach();
@@ -173,15 +173,15 @@ torch::Tensor Trainer::accumulate(const torch::Tensor& rows) {
 
 double Trainer::clip_gradients() {
   const auto most = config_.clip > 0 ? config_.clip : std::numeric_limits<double>::infinity();
-  // In fp16 it is the scaler that skips such a step. Else it ends the run, and
-  // scaling by a norm that is NaN would hide where it began.
+  // In fp16 the scaler skips a step whose gradients are not finite. Otherwise the run ends, and
+  // scaling by a NaN norm would make all gradients NaN and hide the first one.
   const bool must_be_finite = !scaler_.is_enabled();
   try {
     return clip_grad_norm_(model_->parameters(), most, 2, must_be_finite).item<double>();
   } catch (const c10::Error& error) {
     const std::string what = error.what_without_backtrace();
     if (what.find("is non-finite") == std::string::npos) {
-      throw; // it was something else
+      throw; // another error
     }
     return std::numeric_limits<double>::quiet_NaN();
   }
@@ -195,7 +195,7 @@ double Trainer::validation_loss() {
     const auto [first, count] = my_rows(config_.batch);
     const auto rows =
         corpus_.held_out_rows(batch * config_.batch + first, count, total, config_.context);
-    for (const auto& part : rows.chunk(config_.accumulate)) { // no more memory than a step
+    for (const auto& part : rows.chunk(config_.accumulate)) { // in parts, as in a step
       sum += loss_of(part) / static_cast<double>(config_.accumulate);
     }
   }
@@ -225,8 +225,8 @@ StateDict Trainer::state_dict() {
 }
 
 void Trainer::set_state_dict(const StateDict& state) {
-  // The model's tensors are the live ones, filled already. An optimizer that has
-  // not stepped has none yet.
+  // `load` has already filled the model's own tensors. An optimizer that has not stepped has no
+  // tensors yet, so its state must be set.
   set_optimizer_state_dict(model_, *optimizer_, state.below("optim."));
   if (scaler_.is_enabled()) {
     scaler_.load_state(

@@ -20,46 +20,47 @@ namespace fsdp::cli {
 
 using Optimizer = optim::AdamW;
 
-/// `step` counts from 0.
+/// The learning rate of a step. `step` counts from 0.
 double learning_rate(const TrainConfig& config, int64_t step);
 
-/// What one update did; the same on every rank, but for the memory.
+/// The result of one update. It is the same on every rank, except for the memory.
 struct StepResult {
   double loss = 0; // before the update, averaged over the whole batch
   double grad_norm = 0;
   double lr = 0;
-  bool skipped = false; // fp16: gradients were not finite, and the scale goes down
-  int asked = 0;        // a signal that came to any rank
-  MemoryStats memory;   // of this rank, with the step's peak
+  bool skipped = false; // fp16 only: no update, because gradients were not finite
+  int asked = 0;        // a signal that came to any rank, or 0
+  MemoryStats memory;   // of this rank, with the peak of the step
 };
 
-/// The model on the ranks of a mesh: built without memory, divided and sharded, a
-/// group per block and one for the rest. On meta still: fill it next. Collective.
+/// Builds the model on the meta device, divides it over the mesh's tensor axis if there is one, and
+/// shards it: one group per block and one for the rest. The parameters have no memory yet.
+/// Collective.
 Transformer build_sharded(const TrainConfig& config, const TrainMesh& mesh);
 
-/// Bytes of the parameters that this rank holds between the steps.
+/// Bytes of the parameters that this rank holds between steps.
 int64_t shard_bytes(const Transformer& model);
 
 /// One rank's part of a training run. Everything but the getters is collective:
 /// every rank makes the same calls in the same order.
 class Trainer {
  public:
-  /// The seed decides the weights, whatever the mesh. Keeps a reference to `corpus`.
+  /// The weights depend only on the seed, not on the mesh. Keeps a reference to `corpus`.
   Trainer(const TrainConfig& config, const Corpus& corpus);
 
-  /// One update. Throws NonFiniteError on every rank when the loss or a gradient is
-  /// not finite; the weights are then those from before. `asked` is a signal that
-  /// this rank got, or 0.
+  /// Makes one update. Throws NonFiniteError on every rank if the loss or a gradient is not finite,
+  /// and leaves the weights unchanged. (In fp16 a gradient that is not finite only skips the
+  /// update.) `asked` is a signal that this rank got, or 0.
   StepResult step(int64_t step, int asked = 0);
-  /// The loss on rows all over the held-out text.
+  /// The mean loss on rows from all over the held-out text.
   double validation_loss();
-  /// On rank 0: `prompt` and `count` bytes that the model drew to follow it.
+  /// Returns, on rank 0, `prompt` followed by `count` bytes that the model generates.
   std::string generate(const std::string& prompt, int64_t count);
 
-  /// Model and optimizer: "model.*" and "optim.*", and in fp16 "scaler.*". Tensors
-  /// that exist are the live ones.
+  /// The state of the model ("model.*"), the optimizer ("optim.*") and, in fp16, the scaler
+  /// ("scaler.*"). Tensors that the trainer already has are in it themselves, not as copies.
   StateDict state_dict();
-  /// Takes what `state_dict` gave, and load has filled.
+  /// Sets the state from a result of `state_dict` that `load` has filled.
   void set_state_dict(const StateDict& state);
 
   const Corpus& corpus() const {
@@ -76,16 +77,16 @@ class Trainer {
   }
 
  private:
-  /// This rank's part of `total` rows: the first, and how many.
+  /// This rank's part of `total` rows: the first row, and the number of rows.
   std::pair<int64_t, int64_t> my_rows(int64_t total) const;
   torch::Tensor loss_of(const torch::Tensor& rows);
-  /// Forward and backward of all parts of a batch; the mean of their losses.
+  /// Runs forward and backward on all parts of the rows. Returns the mean of their losses.
   torch::Tensor accumulate(const torch::Tensor& rows);
   double clip_gradients();
-  /// Averages over all ranks.
+  /// The average of each value over all ranks.
   std::vector<double> average(const torch::Tensor& values) const;
-  /// The first parameter, in the order of the model, that any rank finds not to be
-  /// finite, or whose gradient is not; empty if there is none.
+  /// The name of the first parameter, in the order of the model, that is not finite on some rank.
+  /// With `gradients`, the first one whose gradient is not finite. Empty if there is none.
   std::string first_bad(bool gradients) const;
 
   const TrainConfig config_;
@@ -94,7 +95,7 @@ class Trainer {
   const TrainMesh mesh_;
   Transformer model_;
   int64_t num_params_ = 0;
-  std::optional<Optimizer> optimizer_; // made when the parameters are sharded
+  std::optional<Optimizer> optimizer_; // made after the parameters are sharded
   GradScaler scaler_;
 };
 

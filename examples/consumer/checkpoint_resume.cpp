@@ -1,5 +1,5 @@
-// Saves in the middle of training on four ranks, and goes on on two: the weights
-// end up the same, to rounding.
+// Trains on four ranks and saves a checkpoint half-way. Then resumes from the
+// checkpoint on two ranks: the weights end up the same, up to rounding.
 #include <fsdp/fsdp.h>
 #include <stdlib.h>
 

@@ -1,6 +1,7 @@
-// Fine-tunes a Hugging Face style folder of safetensors files. Here we make one
-// ourselves first; a downloaded one is loaded in the same way. Only the head
-// learns: frozen weights are sharded and gathered, but have no gradients.
+// Fine-tunes a model from a Hugging Face style folder of safetensors files. The
+// program makes such a folder first; a downloaded one is loaded in the same way.
+// Only the head is trained: frozen weights are sharded and gathered, but have no
+// gradients.
 #include <fsdp/fsdp.h>
 #include <stdlib.h>
 
@@ -18,7 +19,7 @@ struct ModelImpl : torch::nn::Module {
 };
 FSDP_MODULE(Model);
 
-// What the files call "model.encoder.*" is our "body.*".
+// The files have the name "model.encoder.*" for the parameters "body.*".
 const std::vector<fsdp::NameRule> kNames{{"body\\.(.*)", "model.encoder.$1"}};
 
 void make_pretrained(const std::string& folder) {
@@ -47,7 +48,7 @@ int main() {
     fsdp::fully_shard(model, {.mesh = mesh});
     fsdp::to_empty(model, torch::kCPU);
     auto state = fsdp::get_model_state_dict(model);
-    fsdp::load(state, folder + "/pretrained", {.names = kNames}); // each rank its own part
+    fsdp::load(state, folder + "/pretrained", {.names = kNames}); // each rank reads its own part
 
     fsdp::optim::AdamW optimizer(model->head->parameters(), 1e-2);
     const auto x = torch::linspace(-1, 1, 64).view({8, 8}).roll(rank, 1);

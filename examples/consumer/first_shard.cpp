@@ -1,4 +1,5 @@
-// A model over four ranks, trained next to the whole one: the losses are equal.
+// Trains a model that is sharded over four ranks, and next to it the same model
+// without sharding: the losses are equal.
 #include <ATen/CPUGeneratorImpl.h>
 #include <fsdp/fsdp.h>
 
@@ -34,7 +35,7 @@ struct NetImpl : torch::nn::Module {
 FSDP_MODULE(Net);
 
 constexpr int kRanks = 4;
-constexpr int64_t kDim = 10; // does not divide by 4
+constexpr int64_t kDim = 10; // not a multiple of the number of ranks
 
 Net make_net() {
   static std::mutex mutex; // the default generator is shared by the threads
@@ -43,7 +44,7 @@ Net make_net() {
   return Net(kDim);
 }
 
-torch::Tensor batch(int step) { // of all ranks together
+torch::Tensor batch(int step) { // the rows of all ranks
   return torch::randn({4 * kRanks, kDim}, at::make_generator<at::CPUGeneratorImpl>(step));
 }
 
@@ -54,7 +55,7 @@ int main() {
     for (auto& block : net->blocks) {
       fsdp::fully_shard(block); // a group per block
     }
-    fsdp::fully_shard(net); // and one for what is left
+    fsdp::fully_shard(net); // and a group for the other parameters
     fsdp::optim::AdamW optimizer(net->parameters(), 1e-2);
     torch::optim::AdamW reference(whole->parameters(), 1e-2);
     for (int step = 0; step < 5; ++step) {

@@ -9,7 +9,7 @@ int main() {
     const auto mesh = fsdp::init_device_mesh(torch::kCPU, {2, 2}, {"replicate", "shard"});
     fsdp::nn::Sequential net(fsdp::nn::Linear(8, 32), fsdp::nn::ReLU(), fsdp::nn::Linear(32, 1));
     fsdp::fully_shard(net, {.mesh = mesh});
-    fsdp::init_parameters( // the same on every rank, whatever it had drawn
+    fsdp::init_parameters( // the seed gives every rank the same values
         net, [](const std::string&, torch::Tensor& param) { param.normal_(0, 0.2); }, /*seed=*/1);
 
     fsdp::optim::SGD optimizer(net->parameters(), 0.1);
@@ -23,7 +23,7 @@ int main() {
     if (rank == 0) {
       std::cout << weight.str() << "\n";
     }
-    // Whole again, it is the same on every rank.
+    // The gathered weight is the same on every rank.
     const auto whole = weight.full_tensor();
     auto of_first = whole.clone();
     fsdp::default_group().broadcast(of_first, 0);

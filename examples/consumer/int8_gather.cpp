@@ -1,4 +1,5 @@
-// Weights that travel as int8, next to the same training with exact ones.
+// Trains twice, with exact weights and with weights that are gathered as int8: the
+// losses are close, and int8 moves less than a third of the bytes.
 #include "int8_gather.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -38,7 +39,7 @@ Result train(int rank, bool int8) {
   auto net = make_net();
   fsdp::fully_shard(net);
   for (const auto& param : net->parameters()) {
-    if (int8 && param.dim() == 2) { // biases are small: sent as they are
+    if (int8 && param.dim() == 2) { // biases are small, so they are sent as they are
       fsdp::set_all_gather_extension(param, std::make_shared<Int8Gather>());
     }
   }

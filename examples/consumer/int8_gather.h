@@ -4,10 +4,10 @@
 #include <fsdp/extension.h>
 
 /// Sends a parameter as int8, with one float scale per block of rows of a shard:
-/// a quarter of the bytes of float, half of those of bf16. What arrives is within
-/// half a scale of what was sent; a block of zeros, or of padding, arrives as
-/// zeros, and one with a NaN or infinity as NaNs. Shards, gradients and optimizer
-/// state are not touched.
+/// a quarter of the bytes of float, half of those of bf16. Values arrive with an
+/// error of at most half a scale. A block of zeros or padding arrives as zeros, a
+/// block with a NaN or an infinity as NaNs. Shards, gradients and optimizer state
+/// stay as they are.
 class Int8Gather : public fsdp::AllGatherExtension {
  public:
   explicit Int8Gather(int64_t rows_per_scale = 16) : rows_per_scale_(rows_per_scale) {
@@ -24,7 +24,7 @@ class Int8Gather : public fsdp::AllGatherExtension {
     const auto scales = largest.view({num_blocks, rows_per_scale_}).amax(/*dim=*/1) / 127;
     const auto scale =
         scales.repeat_interleave(rows_per_scale_).narrow(0, 0, num_rows).view({-1, 1});
-    // Clamped, since a scale near zero is a rounded one.
+    // Clamped, because rounding a scale near zero can make a quotient larger than 127.
     const auto packed = (rows / scale.masked_fill(scale == 0, 1)).round().clamp(-127, 127);
     return {{packed.to(at::kChar).view(shard.sizes()), scales}};
   }
@@ -42,7 +42,7 @@ class Int8Gather : public fsdp::AllGatherExtension {
                            .narrow(1, 0, packed.size(0) / num_ranks)
                            .reshape({-1, 1});
     const auto values = (by_rows(packed) * scale).view(packed.sizes());
-    // Casts to info.param_dtype; the last ranks' padding is left out.
+    // copy_ casts to info.param_dtype. narrow leaves out the padding of the last ranks.
     out.copy_(
         info.shard_dim == 0 ? values.narrow(0, 0, info.sizes[0])
                             : at::cat(values.chunk(num_ranks), info.shard_dim));

@@ -1,4 +1,4 @@
-// Four ranks as threads: a mesh, a tensor spread over it, and a sum over all.
+// Four ranks as threads: a mesh, a tensor that is sharded over it, and a sum over all ranks.
 #include <ATen/ATen.h>
 #include <fsdp/fsdp.h>
 

@@ -1,5 +1,6 @@
-// Your own model: built without memory, sharded, then filled; trained in bfloat16
-// with recomputed activations, clipped gradients and a look at the memory.
+// A model of your own: built without memory, sharded, then initialised. It is trained
+// in bfloat16 with recomputed activations and clipped gradients. At the end the program
+// prints the bytes of a rank's shards.
 #include <fsdp/fsdp.h>
 
 #include <iostream>
@@ -52,7 +53,7 @@ int main() {
       fsdp::fully_shard(block, options);
     }
     fsdp::fully_shard(net, options);
-    fsdp::to_empty(net, torch::kCPU); // this rank's shards
+    fsdp::to_empty(net, torch::kCPU); // allocates this rank's shards
     fsdp::init_parameters(net, [](const std::string& name, torch::Tensor& param) {
       if (param.dim() > 1) {
         param.normal_(0, 0.05);

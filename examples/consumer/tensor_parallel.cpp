@@ -1,5 +1,5 @@
-// Tensor parallelism under fully_shard: a 2 x 2 mesh, where two ranks share each
-// matrix and two share the batch. The loss is that of the whole model.
+// Tensor parallelism together with fully_shard, on a 2 x 2 mesh: two ranks share each
+// matrix, and two share the batch. Loss and gradients are those of the whole model.
 #include <fsdp/fsdp.h>
 
 #include <iostream>
@@ -27,7 +27,7 @@ int main() {
     fsdp::parallelize_module(
         mlp, mesh["tp"], {{"up", fsdp::ColwiseParallel{}}, {"down", fsdp::RowwiseParallel{}}});
     fsdp::fully_shard(mlp, {.mesh = mesh["dp"]});
-    fill(mlp); // by seed and name: the same values as the whole one has
+    fill(mlp); // values depend on seed and name only, so both models get the same
     fill(whole);
 
     // The ranks of "tp" see the same rows, those of "dp" different ones.

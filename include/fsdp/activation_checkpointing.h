@@ -22,6 +22,7 @@ namespace fsdp {
 
 namespace detail {
 
+/// A function that backward can call again. `name()` is for messages.
 template <class F>
 class FunctionAgain {
  public:
@@ -34,7 +35,7 @@ class FunctionAgain {
     using Nothing = std::tuple<>;
     [[maybe_unused]] const std::conditional_t<
         std::is_nothrow_invocable_v<F&, P...>, RunsToTheEnd, Nothing> whole{};
-    auto function = function_; // it may change itself
+    auto function = function_; // the call may change the copy
     return std::invoke(function, static_cast<P&&>(args)...);
   }
 
@@ -42,6 +43,7 @@ class FunctionAgain {
   F function_;
 };
 
+/// A module that backward can call again.
 template <class M>
 class ModuleAgain {
  public:
@@ -85,14 +87,15 @@ auto make_again(F&& callee) {
 
 } // namespace detail
 
-/// Calls a module (its holder, or a shared_ptr) or a function, and returns what
-/// it returns. What autograd saves in the call is dropped: when backward needs
-/// any of it, the call is made once more.
+/// Calls a module (given as its holder or a shared_ptr) or a function, and returns the result.
+/// Autograd does not keep the tensors that it saves during the call. When backward needs the
+/// first of them, it makes the call again. This is torch.utils.checkpoint in its non-reentrant
+/// form.
 ///
-/// Kept until then are the arguments: tensors as an operator saves them, others
-/// as copies, so none may refer to memory elsewhere (ArrayRef, string_view). A
-/// module must be alive in backward, and so must be what a function refers to:
-/// let a lambda capture by value. Random numbers repeat where they come from
+/// The arguments are kept until then: tensors as an operator saves them, other arguments as
+/// copies. So an argument must not refer to memory elsewhere (ArrayRef, string_view). The module
+/// must be alive in backward, and so must everything that the function refers to: a lambda should
+/// capture by value. The second call draws the same random numbers as the first if they come from
 /// torch's default generators.
 template <class F, class... A>
 auto checkpoint(const ActivationCheckpointOptions& options, F&& module_or_function, A&&... args) {
@@ -117,15 +120,15 @@ auto checkpoint(F&& module_or_function, A&&... args) {
       ActivationCheckpointOptions{}, std::forward<F>(module_or_function), std::forward<A>(args)...);
 }
 
-/// From now on every call of the module is checkpointed: FSDP2's composable
-/// `checkpoint(module)`. Before or after fully_shard; what backward runs again
-/// is the module's own forward, between the hooks. Throws for a module that is
-/// not hooked.
+/// From now on every call of the module is checkpointed, as with Python's composable
+/// `checkpoint(module)`. May be called before or after fully_shard. Backward runs the module's
+/// own forward again, with its hooks. Throws ValueError if the module is not hooked (see
+/// FSDP_MODULE) or has no forward.
 FSDP_API void apply_activation_checkpointing(
     ModuleRef module, const ActivationCheckpointOptions& options = {});
 
-/// The same for all modules at and below `root` that are chosen, by name ("" is
-/// `root`) or type; returns how many these were.
+/// Does the same for every module at and below `root` for which `choose` returns true. `name` is
+/// relative to `root`; the name of `root` itself is "". Returns the number of modules chosen.
 FSDP_API size_t apply_activation_checkpointing(
     ModuleRef root,
     const std::function<bool(const std::string& name, torch::nn::Module& module)>& choose,

@@ -8,8 +8,9 @@
 
 namespace fsdp {
 
-/// Runs the forward of a module that was sharded by_call between its hooks. A
-/// module that is not sharded, or that is hooked, is simply called.
+/// Calls the forward of a module that was sharded with by_call: gathers its parameters before the
+/// call and frees them after it. A module that is hooked or not sharded is called as
+/// `holder(args...)` would call it.
 template <class Contained, class... A>
 auto call(const torch::nn::ModuleHolder<Contained>& holder, A&&... args) {
   const auto module = holder.ptr();
@@ -21,9 +22,9 @@ auto call(const torch::nn::ModuleHolder<Contained>& holder, A&&... args) {
       std::forward<A>(args)...);
 }
 
-/// Runs any member function, or a callable `method(impl, args...)`, between the
-/// hooks of a sharded module, as if it were its forward:
-/// call_method(vit, &VisionTransformerImpl::forward_features, images).
+/// Runs any member function, or any callable `method(impl, args...)`, with the hooks of a sharded
+/// module, as if it were the module's forward. Example:
+/// call_method(vit, &VisionTransformerImpl::forward_features, images)
 template <class Contained, class Method, class... A>
 auto call_method(const torch::nn::ModuleHolder<Contained>& holder, Method&& method, A&&... args) {
   const auto module = holder.ptr();

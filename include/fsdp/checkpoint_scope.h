@@ -11,15 +11,16 @@
 namespace fsdp {
 
 struct ActivationCheckpointOptions {
-  /// Recomputation draws the numbers that forward drew from torch's default
-  /// generators. These go on afterwards as if it had not drawn.
+  /// Whether recomputation draws the same random numbers from torch's default generators as
+  /// forward did. Afterwards the generators continue as if nothing had been drawn again.
   bool preserve_rng_state = true;
-  /// Recomputation ends as soon as it has what backward needs: by an exception
-  /// that is no std::exception, so not through a function that is noexcept.
+  /// Whether recomputation ends as soon as it has what backward needs. It then ends by an
+  /// exception that does not derive from std::exception, which must not pass through a noexcept
+  /// function.
   bool early_stop = true;
-  /// Throw where recomputation saves tensors of other sizes, dtypes or devices
-  /// than forward, or a weight that was written to since. Another number of
-  /// tensors is always an error.
+  /// Whether to throw if recomputation saves tensors of other sizes, dtypes or devices than
+  /// forward did, or if a weight was written to in between. Saving fewer tensors is always an
+  /// error; without `early_stop`, so is saving more.
   bool determinism_check = true;
 };
 
@@ -29,20 +30,19 @@ namespace detail {
 class Region {
  public:
   virtual ~Region() = default;
-  /// For messages.
+  /// The callee's name, for messages.
   virtual std::string name() const = 0;
-  /// Out of the arguments, in an order that stays.
+  /// Moves the tensors out of the kept arguments, always in the same order.
   virtual std::vector<at::Tensor> take_tensors() = 0;
-  /// Calls, with these in their places.
+  /// Makes the call, with `tensors` put back in their places among the arguments.
   virtual void run(std::vector<at::Tensor> tensors) = 0;
 };
 
-/// While it lives, what autograd saves in the calling thread is dropped;
-/// backward runs the region once more when it needs any of it. Around the call
-/// that the region would repeat.
+/// Wraps the call that `region` can repeat. While the scope exists, tensors that autograd saves
+/// in the calling thread are dropped. Backward runs the region when it needs one of them.
 class FSDP_API CheckpointScope {
  public:
-  /// Whether autograd saves anything at all.
+  /// Returns false if autograd saves nothing, because grad mode is off.
   static bool needed();
 
   CheckpointScope(std::unique_ptr<Region> region, const ActivationCheckpointOptions& options);
@@ -50,8 +50,8 @@ class FSDP_API CheckpointScope {
   CheckpointScope(const CheckpointScope&) = delete;
   CheckpointScope& operator=(const CheckpointScope&) = delete;
 
-  /// Whether the exception that unwinds the calling thread only ends a
-  /// recomputation that has all it needs.
+  /// Returns true while an exception ends a recomputation that has all it needs. Such an
+  /// exception is not an error.
   static bool stopping();
 
  private:
@@ -59,7 +59,7 @@ class FSDP_API CheckpointScope {
   std::unique_ptr<State> state_;
 };
 
-/// While it lives, recomputations in the calling thread do not end early.
+/// While this object exists, recomputations in the calling thread do not end early.
 class FSDP_API RunsToTheEnd {
  public:
   RunsToTheEnd();

@@ -15,63 +15,65 @@
 
 namespace fsdp {
 
-// Checkpoints as files, without a model and without ranks. `path` is anything that
-// `load` takes, or the folder of a CheckpointSeries, which means its latest one.
+// Tools for checkpoint files. They need neither a model nor a process group. `path` is anything
+// that `load` takes, or the folder of a CheckpointSeries, which stands for its latest checkpoint.
 
-/// A part of a tensor, in one file.
+/// A part of a tensor that lies in one file.
 struct CheckpointPiece {
-  std::string file;             // in the checkpoint's folder
-  int64_t offset = 0;           // of its first byte
-  std::vector<int64_t> offsets; // of its first element in the whole tensor
+  std::string file;             // relative to the checkpoint's folder
+  int64_t offset = 0;           // of the piece's first byte in the file
+  std::vector<int64_t> offsets; // of the piece's first element in the whole tensor
   std::vector<int64_t> sizes;
-  std::vector<uint32_t> checksums; // CRC32C of each 4 MiB; none in files of others
+  std::vector<uint32_t> checksums; // CRC32C of each 4 MiB; empty without a manifest.json
 };
 
 struct CheckpointTensor {
   std::string name;
-  std::string dtype; // as in the files: "BF16"
+  std::string dtype; // as written in the file, "BF16" for example
   std::vector<int64_t> shape;
   int64_t bytes = 0;
   std::vector<CheckpointPiece> pieces;
 };
 
 struct CheckpointContents {
-  std::filesystem::path path; // of a series: the one that was taken
-  bool is_ours = false;       // with a manifest; else safetensors files of others
-  int64_t time = 0;           // when it was saved, in nanoseconds since 1970; 0: unknown
+  std::filesystem::path path; // for a series, the checkpoint that was chosen
+  bool is_ours = false;       // has a manifest.json; else other safetensors files
+  int64_t time = 0;           // of the save, in nanoseconds since 1970; 0 if unknown
   std::vector<CheckpointTensor> tensors;
   std::vector<std::pair<std::string, std::variant<bool, int64_t, double, std::string>>> values;
 };
 
-/// Reads no tensor. Throws CheckpointError where the checkpoint is not complete.
+/// Returns what a checkpoint contains, without reading tensor data. Throws CheckpointError if the
+/// checkpoint is not complete.
 FSDP_API CheckpointContents inspect_checkpoint(const std::filesystem::path& path);
 
 struct CheckpointReport {
   std::filesystem::path path;
   int64_t num_files = 0;
   int64_t num_tensors = 0;
-  int64_t bytes = 0;                 // of tensors that were read
-  int64_t unchecked_bytes = 0;       // those of them that have no checksum
-  std::vector<std::string> problems; // each names file and tensor
+  int64_t bytes = 0;                 // of tensor data that was read
+  int64_t unchecked_bytes = 0;       // of these, bytes without a checksum
+  std::vector<std::string> problems; // each names the file and the tensor
 };
 
-/// Reads everything, and goes on after what is wrong. Throws CheckpointError only
-/// where there is no checkpoint.
+/// Reads the whole checkpoint and compares it with its checksums. Continues after a problem and
+/// lists all of them. Throws CheckpointError if there is no checkpoint at `path`, or if it is
+/// replaced meanwhile.
 FSDP_API CheckpointReport verify_checkpoint(const std::filesystem::path& path);
 
 struct ConvertOptions {
   enum class Format { full, sharded };
-  /// As save_hf writes it, or as save does.
+  /// `full` writes whole tensors as save_hf does; `sharded` writes what save does.
   Format format = Format::full;
-  /// Sharded: files, each with its part of each tensor along dim 0, as that many
-  /// ranks would write.
+  /// For `sharded`: for how many ranks to write. Each rank's file holds its part of each tensor
+  /// along dim 0.
   int num_ranks = 1;
-  int64_t max_file_bytes = int64_t{5} << 30; // full
-  std::vector<NameRule> names = {};          // from those in the input
-  /// Only tensors and values whose name in the input is all matched by this regular
+  int64_t max_file_bytes = int64_t{5} << 30; // for `full`; see SaveHfOptions
+  std::vector<NameRule> names = {};          // map names in the input to names in the output
+  /// Convert only tensors and values whose whole name in the input matches this regular
   /// expression.
   std::optional<std::string> only = {};
-  std::optional<at::ScalarType> dtype = {}; // of floating-point tensors
+  std::optional<at::ScalarType> dtype = {}; // to which floating point tensors are converted
   bool overwrite = false;
 };
 
@@ -79,11 +81,11 @@ struct ConvertReport {
   int64_t num_files = 0;
   int64_t num_tensors = 0;
   int64_t bytes = 0;
-  int64_t values_left_out = 0; // a full model has no place for them
+  int64_t values_left_out = 0; // with `full`, which stores tensors only
 };
 
-/// One tensor at a time, with checksums compared where there are some. `output`
-/// appears complete or not at all.
+/// Rewrites a checkpoint in another form, one tensor at a time. Compares checksums if the input
+/// has them. `output` appears complete or not at all.
 FSDP_API ConvertReport convert_checkpoint(
     const std::filesystem::path& input,
     const std::filesystem::path& output,

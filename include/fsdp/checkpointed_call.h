@@ -1,6 +1,6 @@
 #pragma once
 
-// A call that backward can make again, with its types.
+// A typed call that backward can make again, for activation checkpointing.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
@@ -25,8 +25,9 @@ namespace fsdp::detail {
 
 // ------------------------------------------------------------ Arguments
 
-// Whether a copy of an argument is as good in backward: not where it refers to
-// memory of the caller's, or may be a part of something.
+// Whether a copy of an argument can stand in for it when backward repeats the call. Not if the
+// type refers to the caller's memory. Not if the type is polymorphic: a copy would lose the
+// derived part.
 template <class T>
 inline constexpr bool keeps = std::is_copy_constructible_v<T> && !std::is_polymorphic_v<T>;
 template <class T>
@@ -40,7 +41,7 @@ inline constexpr bool keeps<std::initializer_list<T>> = false;
 template <>
 inline constexpr bool keeps<std::string_view> = false;
 
-// An array or a function is passed as what it decays to.
+// An array or a function is passed as the pointer that it decays to.
 template <class A>
 inline constexpr bool decays =
     std::is_array_v<std::remove_reference_t<A>> || std::is_function_v<std::remove_reference_t<A>>;
@@ -50,8 +51,8 @@ using Passed = std::conditional_t<decays<A>, std::decay_t<A>, A>;
 template <class... P>
 inline constexpr bool can_repeat = ((!decays<P> && keeps<std::decay_t<P>>) && ...);
 
-/// `again.call<P...>(args...)`, with the arguments as they are now. P are the
-/// parameter types of the callee; one that it may write to is a copy as well.
+/// The call `again.call<P...>(args...)` with copies of the arguments as they are now. P are the
+/// parameter types of the callee. An argument that the callee may write to is a copy, too.
 template <class Again, class... P>
 class RegionOf : public Region {
  public:
@@ -69,7 +70,7 @@ class RegionOf : public Region {
   void run(std::vector<at::Tensor> tensors) override {
     auto next = tensors.begin();
     visit([&](at::Tensor& tensor) { tensor = std::move(*next++); });
-    auto args = args_; // the call may use them up, and not be the last
+    auto args = args_; // the call may move from its arguments, and run again
     visit([](at::Tensor& tensor) { tensor.reset(); });
     std::apply(
         [this](auto&... arg) { again_.template call<P...>(static_cast<P&&>(arg)...); }, args);
@@ -87,14 +88,14 @@ class RegionOf : public Region {
 
 // ------------------------------------------------------------ Callees
 
-/// A module that may be called again. Not kept alive: it may hold results of its
-/// own, and would never end.
+/// A module that backward may call again. Does not keep the module alive: the module may hold a
+/// result of its own call, and the two would keep each other alive forever.
 class FSDP_API LiveModule {
  public:
   explicit LiveModule(const torch::nn::Module& module);
-  /// Throws if it is gone; which we cannot know of one in no shared_ptr.
+  /// Throws if the module is gone. A module that no shared_ptr owns cannot be checked.
   std::shared_ptr<const torch::nn::Module> lock() const;
-  /// "'layers.0' (BlockImpl)", or without a name where it is not sharded.
+  /// "'layers.0' (BlockImpl)", or only the type if the module is not sharded.
   std::string name() const;
 
  private:
@@ -103,6 +104,7 @@ class FSDP_API LiveModule {
   const std::type_info* type_;
 };
 
+/// Throws NotImplementedError: an argument of the module cannot be kept for a second call.
 [[noreturn]] FSDP_API void refuse_arguments(const torch::nn::Module& module);
 
 } // namespace fsdp::detail

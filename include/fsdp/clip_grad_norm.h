@@ -8,13 +8,15 @@
 
 namespace fsdp {
 
-/// Scales the gradients of `params`, sharded or not, so that their norm as one
-/// vector is at most `max_norm`, and returns the norm from before: that of the
-/// unsharded gradients, the same on every rank. `norm_type` may be any p and
-/// infinity; 0 counts what is not zero. One all-reduce per process group that
-/// shards some of them. Collective: every rank gives the same parameters in the
-/// same order; one without a gradient does not count. Parameters that are not
-/// sharded count as they are here: reduce their gradients first.
+/// Scales the gradients of `params` so that their norm is at most `max_norm`, as
+/// torch.nn.utils.clip_grad_norm_ does. The norm is that of all gradients as one vector, computed
+/// from the unsharded gradients. Returns the norm before scaling, which is the same on every
+/// rank. `norm_type` may be any p or infinity; with 0 the norm is the number of nonzero elements.
+///
+/// The parameters may be sharded or not. Gradients of parameters that are not sharded must have
+/// been reduced before. Parameters without a gradient are ignored. Collective: every rank must
+/// give the same parameters in the same order. Makes one all-reduce per process group that shards
+/// some of them.
 FSDP_API at::Tensor clip_grad_norm_(
     const std::vector<at::Tensor>& params,
     double max_norm,

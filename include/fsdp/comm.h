@@ -8,32 +8,32 @@
 
 namespace fsdp {
 
-/// How a group's shards are gathered: replace it for a transport or buffers of
-/// your own, by FSDPModule::set_custom_all_gather.
+/// Gathers the shards of a group of parameters. Derive from it to use a transport or buffers of
+/// your own; see FSDPModule::set_custom_all_gather.
 struct FSDP_API AllGather {
   virtual ~AllGather() = default;
 
-  /// A buffer for the output; by default an ordinary tensor.
+  /// Allocates the output buffer. By default an ordinary tensor.
   virtual at::Tensor allocate(at::IntArrayRef sizes, at::TensorOptions options);
 
-  /// `out` (1D) receives the ranks' `in` (1D) one after another. Called on a
-  /// stream on which both may be used. With `async_op` it may return before the
-  /// gather is done; the Work is waited for before `out` is read. It fills `out` in
-  /// place. The two never overlap: only the default one is given an `in` that is this
-  /// rank's part of `out`.
+  /// Fills `out` (1D) in place with the `in` (1D) of all ranks, one after another. The current
+  /// stream is one on which both tensors may be used. With `async_op` the function may return
+  /// before the gather is done: `out` is read only after the returned Work has been waited for.
+  /// `out` and `in` do not overlap. (The default implementation alone may get an `in` that is
+  /// this rank's part of `out`.)
   virtual Work operator()(
       at::Tensor& out, const at::Tensor& in, ProcessGroup& group, bool async_op) = 0;
 };
 
-/// How gradients are reduced; set by FSDPModule::set_custom_reduce_scatter.
+/// Reduces the gradients of a group of parameters; see FSDPModule::set_custom_reduce_scatter.
 struct FSDP_API ReduceScatter {
   virtual ~ReduceScatter() = default;
 
-  /// A buffer for the input or the output; by default an ordinary tensor.
+  /// Allocates the input or the output buffer. By default an ordinary tensor.
   virtual at::Tensor allocate(at::IntArrayRef sizes, at::TensorOptions options);
 
-  /// `in` (1D) holds one part per rank; `out` (1D) receives this rank's,
-  /// reduced by `op`. The two never overlap. Otherwise as AllGather.
+  /// `in` (1D) holds one part per rank. Fills `out` (1D) with this rank's part, reduced over the
+  /// ranks with `op`. `out` and `in` do not overlap. Streams and `async_op` are as for AllGather.
   virtual Work operator()(
       at::Tensor& out, const at::Tensor& in, ProcessGroup& group, ReduceOp op, bool async_op) = 0;
 };

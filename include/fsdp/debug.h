@@ -9,9 +9,9 @@
 
 namespace fsdp {
 
-/// Where a sharded module is in its iteration: Idle -> Forward -> Idle ->
-/// PreBackward (a gradient of an output arrives) -> PostBackward (those of its
-/// inputs are done) -> Idle (end of backward).
+/// Where a sharded module is in its iteration: Idle -> Forward -> Idle -> PreBackward (a gradient
+/// of an output has arrived) -> PostBackward (the gradients of its inputs are done) -> Idle (the
+/// end of backward).
 enum class TrainingState : std::uint8_t { Idle, Forward, PreBackward, PostBackward };
 
 /// "IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"
@@ -20,20 +20,20 @@ FSDP_API const char* to_string(TrainingState state);
 enum class EventKind : std::uint8_t { Unshard, Reshard, PostBackward };
 
 namespace detail {
-/// Tells all the EventLogs of the calling thread.
+/// Adds the event to every EventLog of the calling thread.
 void record_event(EventKind kind, const std::string& module, TrainingState state);
 } // namespace detail
 
-/// While it lives, writes down in which order this rank (the calling thread)
-/// unshards and reshards groups and ends their backward. An unshard that has
-/// nothing to do is not an event; nor is a reshard after a forward that keeps
-/// its parameters.
+/// While it exists, records the order in which this rank (the calling thread) unshards and
+/// reshards groups of parameters and ends their backward. An unshard is not recorded if the
+/// parameters are gathered already. A reshard is not recorded if the forward keeps its
+/// parameters.
 class FSDP_API EventLog {
  public:
   using Kind = EventKind;
   struct Event {
     Kind kind = Kind::Unshard;
-    std::string module; // from the root; "" is the root, "a, b" one group of two
+    std::string module; // name from the root; "" is the root, "a, b" a group of two modules
     TrainingState state = TrainingState::Idle;
     bool operator==(const Event&) const = default;
   };
@@ -46,7 +46,7 @@ class FSDP_API EventLog {
   const std::vector<Event>& events() const {
     return events_;
   }
-  /// "unshard layers.0 FORWARD"
+  /// One line per event: "unshard layers.0 FORWARD".
   std::vector<std::string> lines() const;
   void clear() {
     events_.clear();
@@ -59,16 +59,16 @@ class FSDP_API EventLog {
   EventLog* outer_;
 };
 
-/// While it lives, counts the collectives that this rank (the calling thread)
-/// starts, on every group. Names: all_gather, reduce_scatter, all_reduce,
-/// broadcast, scatter, all_to_all, barrier.
+/// While it exists, counts the collectives that this rank (the calling thread) starts, on all
+/// process groups. Operations are named all_gather, reduce_scatter, all_reduce, broadcast,
+/// scatter, all_to_all and barrier.
 class FSDP_API CommDebugMode {
  public:
   struct Call {
     std::string op;
-    int64_t bytes = 0;  // of the larger buffer
-    std::string group;  // the process group's name
-    std::string module; // the sharded module it was for, or ""
+    int64_t bytes = 0;  // of the larger of its two buffers
+    std::string group;  // name of the process group
+    std::string module; // name of the module that it is for, or ""
   };
 
   CommDebugMode();
@@ -79,7 +79,7 @@ class FSDP_API CommDebugMode {
   int count(const std::string& op) const;
   int64_t bytes(const std::string& op) const;
   int total() const;
-  /// In order, with module and group.
+  /// All collectives in the order of their start.
   const std::vector<Call>& calls() const;
   void clear();
 

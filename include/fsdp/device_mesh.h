@@ -18,56 +18,56 @@ namespace detail {
 struct MeshState;
 }
 
-/// The ranks of the world arranged in a grid with named axes, or a slice of
-/// it: the part that contains this rank. A value: copies share their groups,
-/// and slices share the groups of the mesh they come from.
+/// The ranks of the world arranged in a grid whose axes may have names, or a slice of such a
+/// grid: the part that contains this rank. A value type: copies share their process groups, and
+/// slices share those of the mesh they come from. See init_device_mesh.
 class FSDP_API DeviceMesh {
  public:
   c10::DeviceType device_type() const;
   int64_t ndim() const;
   const std::vector<int64_t>& shape() const;
-  /// As many as axes, or none.
+  /// One name per axis, or none at all.
   const std::vector<std::string>& names() const;
 
   int64_t size() const;
   int64_t size(int64_t axis) const;
   int64_t size(std::string_view axis) const;
 
-  /// The world ranks of this mesh, the last axis running fastest.
+  /// The world ranks in this mesh. The index of the last axis changes fastest.
   std::vector<int> ranks() const;
-  /// This rank's place along every axis, or along one.
+  /// This rank's index along every axis, or along one.
   std::vector<int64_t> get_coordinate() const;
   int64_t get_local_rank(int64_t axis) const;
   int64_t get_local_rank(std::string_view axis) const;
   /// Only for a mesh of one axis.
   int64_t get_local_rank() const;
 
-  /// This rank's group along one axis.
+  /// The process group of this rank along one axis.
   ProcessGroup get_group(int64_t axis) const;
   ProcessGroup get_group(std::string_view axis) const;
   /// Only for a mesh of one axis.
   ProcessGroup get_group() const;
 
-  /// The slice along the named axes, in their order in the mesh; names that
-  /// `flatten` gave count too.
+  /// The slice along the named axes. The axes must be given in the mesh's own order. Names that
+  /// `flatten` introduced can be used, too.
   DeviceMesh operator[](std::string_view axis) const;
   DeviceMesh operator[](const std::vector<std::string>& axes) const;
   DeviceMesh operator[](std::initializer_list<std::string> axes) const;
 
-  /// All axes of this mesh as one, whose name is then known to the whole
-  /// mesh. Collective over the world. The default name joins the axes' with
-  /// '_'.
+  /// Merges all axes of this mesh into one. The mesh that this one was sliced from knows the new
+  /// axis by its name. By default that is the names of the axes, joined with '_'. Collective over
+  /// the world.
   DeviceMesh flatten(const std::string& name = "") const;
 
   /// "DeviceMesh(cpu, dp=2, tp=4)"
   std::string str() const;
 
-  /// The same axes of the same arrangement of ranks.
+  /// Whether both have the same axes in the same arrangement of ranks.
   bool operator==(const DeviceMesh& other) const;
 
   friend FSDP_API DeviceMesh concatenate(const DeviceMesh& first, const DeviceMesh& second);
 
-  // Made by init_device_mesh and by slicing.
+  // For the library itself. Users call init_device_mesh or take a slice.
   explicit DeviceMesh(std::shared_ptr<const detail::MeshState> state);
 
  private:
@@ -77,16 +77,16 @@ class FSDP_API DeviceMesh {
   std::shared_ptr<const detail::MeshState> state_;
 };
 
-/// Arranges the default group's ranks, the last axis running fastest, and
-/// connects one group per axis. Collective over the world. Throws unless the
-/// shape multiplies to the world size.
+/// Arranges all ranks of the world in a grid, with the index of the last axis changing fastest,
+/// and connects one process group per axis. Throws ValueError if the product of `shape` is not
+/// the world size. Collective over the world.
 FSDP_API DeviceMesh init_device_mesh(
     c10::DeviceType device_type,
     const std::vector<int64_t>& shape,
     const std::vector<std::string>& names = {});
 
-/// The axes of both, in this order, of two named slices of one mesh that have no
-/// axis in common.
+/// A mesh with the axes of `first`, then those of `second`. Both must be slices of one mesh, with
+/// names and without a common axis.
 FSDP_API DeviceMesh concatenate(const DeviceMesh& first, const DeviceMesh& second);
 
 } // namespace fsdp

@@ -10,49 +10,50 @@
 namespace fsdp {
 
 struct InitOptions {
-  /// "threads", "gloo", "nccl" or "fake"; empty picks nccl where torch has
-  /// CUDA and a GPU is there, else gloo.
+  /// "gloo", "nccl", "threads" (ranks are threads of one process) or "fake" (nothing is sent; for
+  /// measurements). If empty, nccl if the library was built with it and a GPU is present, else
+  /// gloo.
   std::string backend = {};
-  /// "env://": the environment that torchrun, `fsdp run`, Slurm, Open MPI or
-  /// another PMI launcher sets; without any of them, a world of one rank.
-  /// "tcp://host:port": rank 0 listens there. "file:///path": a fresh file
-  /// that every rank sees.
+  /// How the ranks find each other. "env://": by the environment variables of torchrun, `fsdp
+  /// run`, Slurm, Open MPI or another PMI launcher; without a launcher the world has one rank.
+  /// "tcp://host:port": rank 0 listens there. "file:///path": a new file that every rank can see.
   std::string init_method = "env://";
-  /// From the environment when negative (threads: 0 of 1).
+  /// If negative, taken from the environment; with "threads", rank 0 of 1.
   int rank = -1;
   int world_size = -1;
-  /// How long a rank waits for its peers, here and in every collective.
+  /// How long a rank waits for the others, in init_process_group and in every collective.
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
 };
 
-/// Joins this process (inside `run_ranks`: this thread) to the world.
-/// Collective. Throws ConfigError for settings that make no sense, CommError
-/// when the ranks do not meet or disagree; nothing is left half-initialised.
-/// Inside `run_ranks` the world is there already and the call only checks.
+/// Joins the calling process to the world. With the backend "threads", joins the calling thread.
+/// Collective. Throws ConfigError for invalid options, and CommError if the ranks do not meet or
+/// disagree; then nothing is left half-initialised. Inside `run_ranks` the world exists already,
+/// and the call only checks that the options fit it.
 FSDP_API void init_process_group(const InitOptions& options = {});
 
-/// Leaves the world. Not collective. Its groups are not to be used afterwards.
+/// Leaves the world. Its process groups must not be used afterwards. Not collective.
 FSDP_API void destroy_process_group();
 
 FSDP_API bool is_initialized();
 FSDP_API int get_rank();
 FSDP_API int get_world_size();
-/// This rank's number on its machine: the GPU to take.
+/// This rank's number among the ranks of its machine: use it to choose a GPU.
 FSDP_API int get_local_rank();
 
-/// The group of all ranks; throws where there is none.
+/// The process group of all ranks. Throws if there is none.
 FSDP_API ProcessGroup default_group();
 
 struct RunRanksOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
-  /// Threads inside one operator, per rank; 0: cores / ranks, at least one.
+  /// Threads that one operator may use, per rank. 0 divides the cores among the ranks: at least
+  /// one thread, and at most as many as the caller has.
   int intra_op_threads = 0;
 };
 
-/// Runs `body(rank)` in `world_size` threads, each a rank with a default group
-/// of its own ("threads" backend), and waits for all. When a rank throws, the
-/// others are released from their collectives at once, and the first failure
-/// is thrown again here, with its rank.
+/// Runs `body(rank)` in `world_size` threads and waits for all of them. Each thread is a rank
+/// with its own default group (backend "threads"). If a rank throws, collectives of the other
+/// ranks fail at once, and the first exception is thrown again here, with its rank in the
+/// message.
 FSDP_API void run_ranks(
     int world_size, const std::function<void(int rank)>& body, const RunRanksOptions& options = {});
 

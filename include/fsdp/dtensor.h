@@ -14,16 +14,16 @@
 
 namespace fsdp {
 
-/// One tensor spread over a mesh: this rank's local part, and how the parts
-/// make the whole. A value that shares its local tensor. What communicates is
-/// collective over the mesh, and is not recorded by autograd.
+/// A tensor that is distributed over a mesh: this rank's local part, and how the parts form the
+/// whole tensor. A value type: copies share the local tensor. Functions that communicate are
+/// collective over the mesh, and autograd does not record them.
 class FSDP_API DTensor {
  public:
-  /// This rank's part, contiguous or not, as it was given.
+  /// This rank's part, exactly as it was given. It need not be contiguous.
   const at::Tensor& to_local() const& {
     return local_;
   }
-  at::Tensor to_local() && { // of as_dtensor(param), which is gone at once
+  at::Tensor to_local() && { // for a temporary such as as_dtensor(param)
     return std::move(local_);
   }
   const DeviceMesh& device_mesh() const {
@@ -36,7 +36,7 @@ class FSDP_API DTensor {
   std::vector<Placement> placements() && {
     return std::move(placements_);
   }
-  /// Of the whole tensor.
+  /// The sizes of the whole tensor.
   at::IntArrayRef sizes() const& {
     return sizes_;
   }
@@ -51,21 +51,23 @@ class FSDP_API DTensor {
   }
   int64_t numel() const;
 
-  /// The whole tensor on every rank.
+  /// Returns the whole tensor, on every rank.
   at::Tensor full_tensor() const;
 
-  /// The same value, placed in another way; shares the local tensor where
-  /// nothing has to change.
+  /// Returns the same tensor with other placements. If these are the placements it has, the
+  /// result shares the local tensor.
   DTensor redistribute(std::vector<Placement> placements) const;
 
-  /// Wraps a local tensor. Without `sizes` the parts are taken to be even;
-  /// with them the local part must be exactly this rank's. Not collective.
+  /// Wraps a local tensor. Without `sizes`, all ranks are assumed to have parts of the same size.
+  /// With `sizes`, those of the whole tensor, throws ValueError if `local` does not have the
+  /// sizes of this rank's part. Not collective.
   static DTensor from_local(
       at::Tensor local,
       const DeviceMesh& mesh,
       std::vector<Placement> placements,
       std::optional<std::vector<int64_t>> sizes = std::nullopt);
 
+  /// "DTensor(Float[8, 4], (S(0)) on DeviceMesh(cpu, dp=2))"
   std::string str() const;
 
  private:
@@ -83,8 +85,8 @@ class FSDP_API DTensor {
   std::vector<int64_t> sizes_;
 };
 
-/// Spreads `tensor` over the mesh. The values are those of the mesh's first
-/// rank; the others bring tensors of the same sizes and dtype. Collective.
+/// Distributes `tensor` over the mesh. The values are those of the mesh's first rank; the tensors
+/// of the other ranks must have the same sizes and dtype. Collective over the mesh.
 FSDP_API DTensor distribute_tensor(
     const at::Tensor& tensor, const DeviceMesh& mesh, std::vector<Placement> placements);
 

@@ -6,18 +6,18 @@
 
 namespace fsdp {
 
-/// A collective, a rendezvous or a peer failed. The message names the
-/// operation, the group and the ranks; `what_without_backtrace()` is short.
+/// A collective, a rendezvous or another rank failed. The message names the operation, the
+/// process group and the ranks. `what_without_backtrace()` is the message alone.
 class FSDP_API CommError : public c10::Error {
   using Error::Error;
 };
 
-/// A checkpoint cannot be written or read. The message names file and tensor.
+/// A checkpoint cannot be written or read. The message names the file and the tensor.
 class FSDP_API CheckpointError : public c10::Error {
   using Error::Error;
 };
 
-/// An option, environment variable or configuration makes no sense.
+/// An option, an environment variable or a configuration is not valid.
 class FSDP_API ConfigError : public c10::Error {
   using Error::Error;
 };

@@ -1,4 +1,4 @@
 #pragma once
 
-/// Marks what the shared library shows; everything else is hidden.
+/// Exports a symbol from the shared library. All others are hidden.
 #define FSDP_API __attribute__((visibility("default")))

@@ -12,32 +12,33 @@
 
 namespace fsdp {
 
-/// What an extension may want to know of its parameter.
+/// What an extension can learn about its parameter.
 struct AllGatherInfo {
   std::string name;
-  DeviceMesh mesh;            // the ranks that are gathered
-  std::vector<int64_t> sizes; // of the whole parameter, contiguous
+  DeviceMesh mesh;            // the ranks that the gather covers
+  std::vector<int64_t> sizes; // of the whole parameter, which is contiguous
   int64_t shard_dim = 0;
-  at::ScalarType param_dtype; // of the unsharded parameter
+  at::ScalarType param_dtype; // of the gathered parameter
 };
 
-/// What one rank sends of a parameter: any number of tensors of any dtype,
-/// with the same sizes on every rank and in every step.
+/// What a rank sends for a parameter: any number of tensors of any dtype. Their sizes must be the
+/// same on every rank and in every step.
 struct AllGatherPayload {
   std::vector<at::Tensor> tensors;
-  std::any metadata = {}; // kept on this rank, for post_all_gather
+  std::any metadata = {}; // stays on this rank; post_all_gather gets it
 };
 
-/// Sends a parameter in another form than its bytes: fp8 or int8 with scales,
-/// for example. Both functions run without gradients.
+/// Sends a parameter in another form than its own bytes, for example as fp8 or int8 with scales.
+/// Both functions run without grad mode.
 struct FSDP_API AllGatherExtension {
   virtual ~AllGatherExtension() = default;
 
-  /// `shard` is this rank's, padded with zeros to the size of the longest.
+  /// Makes what this rank sends. `shard` is this rank's shard, padded with zeros to the size of
+  /// the largest shard.
   virtual AllGatherPayload pre_all_gather(const at::Tensor& shard, const AllGatherInfo& info) = 0;
 
-  /// `outputs[i]` holds the ranks' payload tensors i one after another along
-  /// dim 0 (a scalar counts as one row). Fills `out`, the whole parameter.
+  /// Fills `out`, the whole parameter. `outputs[i]` holds the i-th payload tensor of every rank,
+  /// one after another along dim 0. A 0-dim payload tensor counts as one row.
   virtual void post_all_gather(
       const std::vector<at::Tensor>& outputs,
       const std::any& metadata,
@@ -45,8 +46,8 @@ struct FSDP_API AllGatherExtension {
       at::Tensor& out) = 0;
 };
 
-/// From the next unshard on, `param`, which is sharded, is gathered by
-/// `extension`; null takes it away. Every rank must make the same call.
+/// From the next unshard on, gathers the sharded parameter `param` with `extension`. Null removes
+/// the extension. Every rank must make the same call.
 FSDP_API void set_all_gather_extension(
     const at::Tensor& param, std::shared_ptr<AllGatherExtension> extension);
 

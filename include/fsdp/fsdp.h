@@ -1,6 +1,7 @@
 #pragma once
 
-// The umbrella, for programs: with all of LibTorch. The other headers are light.
+// Includes every public header, and all of LibTorch. The other headers include less and compile
+// faster.
 #include <torch/torch.h>
 
 #include <fsdp/activation_checkpointing.h>

@@ -1,7 +1,9 @@
 #pragma once
 
-// Forward is intercepted by type: torch::nn::Module has no hooks, and forward is
-// not virtual. Hooked<Impl> derives from the user's Impl and shadows forward.
+// fully_shard has to run code before and after a module's forward. torch::nn::Module has no
+// hooks, and forward is not virtual. So forward is intercepted by type: Hooked<Impl> derives from
+// the user's Impl and hides its forward. Such a module is called hooked. Users declare it with
+// FSDP_MODULE, at the end of this file.
 
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -22,15 +24,16 @@
 
 namespace fsdp {
 
-/// What fully_shard asks a module for: a place for its state. A copy of a
-/// sharded module is not sharded; one of a checkpointed module is checkpointed.
+/// The base class of every hooked module. It holds what fully_shard, parallelize_module and
+/// apply_activation_checkpointing attach to the module. A copy of a sharded module is not
+/// sharded. A copy of a checkpointed module is checkpointed.
 class FSDP_API Hookable {
  public:
   virtual ~Hookable() = default;
-  /// False for a container such as ModuleList: there is nothing to intercept.
+  /// False for a container such as ModuleList, which has no forward to intercept.
   virtual bool fsdp_has_forward() const = 0;
   std::shared_ptr<detail::FSDPState> fsdp_state; // null until fully_shard
-  std::vector<detail::ForwardHook> fsdp_hooks;   // none until parallelize_module
+  std::vector<detail::ForwardHook> fsdp_hooks;   // empty until parallelize_module
   /// Set by apply_activation_checkpointing.
   std::optional<ActivationCheckpointOptions> fsdp_checkpoint;
 
@@ -49,15 +52,15 @@ namespace detail {
 
 // ------------------------------------------------------------ A call between the hooks
 
-// Tensor carriers that are taken by value, const& or && are held as copies of
-// our own, which may be replaced. A non-const T& is the module's to write to.
+// An argument that holds tensors and is taken by value, const& or && is copied, so that its
+// tensors can be replaced. A non-const T& is passed through, because the module may write to it.
 template <class P>
 inline constexpr bool kHeld =
     HasTree<std::remove_cvref_t<P>> &&
     (!std::is_lvalue_reference_v<P> || std::is_const_v<std::remove_reference_t<P>>);
 template <class P>
 using Held = std::conditional_t<kHeld<P>, std::remove_cvref_t<P>, P&&>;
-// A const Tensor& would refer to something that may be replaced.
+// A result that holds tensors is returned by value, because its tensors may be replaced.
 template <class R>
 using Result = std::conditional_t<HasTree<std::remove_cvref_t<R>>, std::remove_cvref_t<R>, R>;
 
@@ -66,16 +69,16 @@ void collect(T& value, std::vector<at::Tensor*>& tensors) {
   visit_tensors(value, [&](at::Tensor& tensor) { tensors.push_back(&tensor); });
 }
 
-/// The module's state, wherever it is kept.
+/// A call by fsdp::call: with the sharding state. A hooked module's own forward adds its hooks.
 FSDP_API CallSite call_site(const torch::nn::Module& module);
-/// With what else runs around a hooked module; not checkpointed again.
+/// A call that recomputes activations: with the module's hooks, and not checkpointed again.
 FSDP_API CallSite site_of_recomputation(const torch::nn::Module& module);
 
 template <class... P, class Body>
 auto around(const CallSite& site, const Body& body, P&&... args)
     -> Result<std::invoke_result_t<const Body&, P...>>;
 
-/// The same call for a recomputation: it passes the hooks, as Python's does.
+/// Makes the same call again for a recomputation. The hooks run again, as in Python.
 template <class Body>
 class BodyAgain {
  public:
@@ -94,7 +97,8 @@ class BodyAgain {
   Body body_;
 };
 
-/// Calls, between what a scope does with the inputs and the outputs.
+/// Runs `call(args...)`. The scope gets the tensors of the inputs before it and of the outputs
+/// after it.
 template <class... P, class Scope, class Call>
 auto between(Scope& scope, const Call& call, P&&... args)
     -> Result<std::invoke_result_t<const Call&, P...>> {
@@ -126,7 +130,7 @@ auto between(Scope& scope, const Call& call, P&&... args)
   }
 }
 
-/// Calls the body, between the hooks that the module has.
+/// Runs `body(args...)` with the module's hooks, if it has any.
 template <class... P, class Body>
 auto run_hooked(const CallSite& site, const Body& body, P&&... args)
     -> Result<std::invoke_result_t<const Body&, P...>> {
@@ -137,7 +141,7 @@ auto run_hooked(const CallSite& site, const Body& body, P&&... args)
   return between<P...>(scope, body, static_cast<P&&>(args)...);
 }
 
-/// The same, where activations may have to be recomputed.
+/// The same, in a CheckpointScope if the module's calls are checkpointed.
 template <class... P, class Body>
 auto compute(const CallSite& site, const Body& body, P&&... args)
     -> Result<std::invoke_result_t<const Body&, P...>> {
@@ -155,8 +159,8 @@ auto compute(const CallSite& site, const Body& body, P&&... args)
   return run_hooked<P...>(site, body, static_cast<P&&>(args)...);
 }
 
-/// Runs `body(args...)` between pre- and post-forward. P are the parameter
-/// types of the callee.
+/// Runs `body(args...)` as a forward of the module, between pre-forward and post-forward. P are
+/// the parameter types of the callee.
 template <class... P, class Body>
 auto around(const CallSite& site, const Body& body, P&&... args)
     -> Result<std::invoke_result_t<const Body&, P...>> {
@@ -175,8 +179,8 @@ auto around(const CallSite& site, const Body& body, P&&... args)
   return between<P...>(scope, call, static_cast<P&&>(args)...);
 }
 
-// Where the callee's parameter types cannot be named (overloads, templates), a
-// tensor-carrying lvalue goes as const& if that compiles.
+// If the callee's parameter types are not known (overloads, templates), an lvalue that holds
+// tensors is passed as const&, provided that this compiles.
 template <class A>
 using AsConst = std::conditional_t<
     std::is_lvalue_reference_v<A> && HasTree<std::remove_cvref_t<A>>,
@@ -225,15 +229,15 @@ struct Parse<R (C::*)(A...) const noexcept> : Parsed<R, true, A...> {
   static constexpr bool is_noexcept = true;
 };
 
-// A protected forward counts: that is how a user makes every call around the
-// hooks, such as as<NetImpl>()->forward(x), a compile error.
+// A protected forward is found, too. Users declare forward protected to make every call that
+// avoids the hooks, such as as<NetImpl>()->forward(x), a compile error.
 struct ForwardDecoy {
   int forward;
 };
 template <class Impl>
 struct ForwardProbe : Impl, ForwardDecoy {};
 template <class Impl>
-concept HasForward = !requires { &ForwardProbe<Impl>::forward; }; // ambiguous: Impl has one
+concept HasForward = !requires { &ForwardProbe<Impl>::forward; }; // ambiguous if Impl has one
 template <class Impl>
 struct Access : Impl {};
 template <HasForward Impl>
@@ -252,7 +256,7 @@ using Param = typename Signature<Impl>::template P<I>;
 
 struct FsdpNothing {};
 
-// Not in the class, where it would be compiled once more for every module.
+// Not a member, because a member would be compiled again for every module type.
 inline void print_renamed(
     std::ostream& stream,
     const torch::nn::Module& module,
@@ -263,7 +267,7 @@ inline void print_renamed(
   auto text = out.str();
   auto name = c10::demangle(typeid(module).name());
   if (text.find(name) == std::string::npos && new_name.ends_with("Impl")) {
-    name.resize(name.size() - 4); // RNNs print it without its last 4 letters
+    name.resize(name.size() - 4); // RNN modules print their name without "Impl"
     new_name.resize(new_name.size() - 4);
   }
   if (const auto at = text.find(name); at != std::string::npos) {
@@ -272,8 +276,8 @@ inline void print_renamed(
   stream << text;
 }
 
-// A name added here hides a user's member of that name behind `->`: only
-// forward, the overrides of torch's virtuals, and Fsdp* or fsdp_* names.
+// A member declared here hides a user's member of the same name. So this class has only forward,
+// overrides of torch's virtual functions, and names that begin with Fsdp or fsdp_.
 template <class FsdpImpl>
 class FsdpBase
     : public FsdpImpl,
@@ -308,7 +312,7 @@ class FsdpBase
     fsdp_refuse("torch::load");
     FsdpImpl::load(archive);
   }
-  // Cloneable would make a plain FsdpImpl.
+  // Makes a hooked copy. Cloneable alone would make a plain FsdpImpl.
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<torch::Device>& device = std::nullopt) const override {
     fsdp_refuse("clone");
@@ -325,7 +329,7 @@ class FsdpBase
       TORCH_CHECK(false, "clone: ", fsdp_type_name(), " cannot be moved");
     }
   }
-  // With FsdpImpl's name, not fsdp::Hooked<FsdpImpl>.
+  // Prints the name of FsdpImpl instead of fsdp::Hooked<FsdpImpl>.
   void pretty_print(std::ostream& stream) const override {
     print_renamed(
         stream, *this,
@@ -367,9 +371,9 @@ class FsdpBase
   }
 };
 
-// Default arguments of forward: one overload per shorter call that compiles. The
-// & keeps them out of the pattern R (C::*)(A...) by which AnyModule finds the
-// one full signature in the overload set.
+// Default arguments of forward: there is one overload for each shorter call that compiles.
+// AnyModule takes the address of forward as R (C::*)(A...). The & of the shorter overloads keeps
+// them from matching, so that AnyModule finds the full signature.
 template <class Impl, class Indices>
 class FsdpShort;
 template <class Impl>
@@ -414,9 +418,9 @@ concept Takes = Signature<Impl>::arity == N && Signature<Impl>::is_const == C;
 
 } // namespace detail
 
-/// Impl with an intercepted forward. This form is for an overloaded, template,
-/// static or missing forward: one variadic template, so not for AnyModule, as
-/// without us.
+/// Impl with an intercepted forward. This general form is for a forward that is overloaded, a
+/// template, static or missing: it has one variadic forward. AnyModule cannot hold such a module,
+/// with or without Hooked.
 template <class Impl>
 class Hooked : public detail::FsdpBase<Impl> {
  public:
@@ -446,9 +450,9 @@ class Hooked : public detail::FsdpBase<Impl> {
   }
 };
 
-// One specialisation per number of parameters, chosen when the class is
-// completed: a holder may be declared before its Impl, and forward with its exact
-// signature is a member of Hooked<Impl> itself, which AnyModule needs.
+// One specialisation per number of parameters of forward. It is chosen when Hooked<Impl> is
+// completed, so a holder may be declared before its Impl is defined. AnyModule needs the exact
+// signature of forward as a member of Hooked<Impl> itself.
 #define FSDP_TAKES(N, PARAMS, ...)               \
   FSDP_TAKES_CV(N, , false, PARAMS, __VA_ARGS__) \
   FSDP_TAKES_CV(N, const, true, PARAMS, __VA_ARGS__)
@@ -513,7 +517,7 @@ FSDP_TAKES(
 #undef FSDP_TAKES_CV
 #undef FSDP_P
 
-/// Sequential is called as forward<ReturnType>(inputs...).
+/// The forward of Sequential is called with its result type: forward<ReturnType>(inputs...).
 template <>
 class Hooked<torch::nn::SequentialImpl> : public detail::FsdpBase<torch::nn::SequentialImpl> {
  public:
@@ -531,30 +535,30 @@ class Hooked<torch::nn::SequentialImpl> : public detail::FsdpBase<torch::nn::Seq
   }
 };
 
-/// What FSDP_MODULE makes: torch's holder over Hooked<Impl>.
+/// The base class of the holders that FSDP_MODULE declares: torch's holder of a Hooked<Impl>.
 template <class Impl_>
 class Holder : public torch::nn::ModuleHolder<Hooked<Impl_>> {
  public:
   using torch::nn::ModuleHolder<Hooked<Impl_>>::ModuleHolder;
   using Impl = Hooked<Impl_>;
   Holder() = default;
-  Holder(std::shared_ptr<Impl_>) = delete; // no hooks: std::make_shared<Name::Impl>(...)
+  Holder(std::shared_ptr<Impl_>) = delete; // it has no hooks; use std::make_shared<Name::Impl>
 
   template <class... A, class M = Hooked<Impl_>>
   auto operator()(A&&... args) -> decltype(std::declval<M&>().forward(std::forward<A>(args)...)) {
-    return this->get()->forward(std::forward<A>(args)...); // get() refuses an empty holder
+    return this->get()->forward(std::forward<A>(args)...); // get() throws if the holder is empty
   }
 };
 
 } // namespace fsdp
 
-// ModuleHolder asks this when a holder is declared, AnyModule when it is filled.
-// It must not look inside Impl, which may be incomplete.
+// ModuleHolder reads this trait when a holder is declared, and AnyModule when it is filled. It
+// must not look inside Impl, which may be incomplete.
 template <class Impl>
 struct torch::detail::has_forward<fsdp::Hooked<Impl>> : std::true_type {};
 
-/// FSDP_MODULE(Net) instead of TORCH_MODULE(Net): the holder Net over NetImpl,
-/// whose calls can be sharded.
+/// Use FSDP_MODULE(Net) in place of TORCH_MODULE(Net). It declares Net, a holder of a hooked
+/// NetImpl, which can be given to fully_shard.
 #define FSDP_MODULE(Name) FSDP_MODULE_IMPL(Name, Name##Impl)
 #define FSDP_MODULE_IMPL(Name, ImplType)         \
   class Name : public ::fsdp::Holder<ImplType> { \

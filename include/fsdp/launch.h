@@ -10,50 +10,53 @@
 
 namespace fsdp {
 
-/// Whether a launcher (torchrun, `fsdp run`, Slurm, Open MPI, PMI) started this
-/// process, so that init_process_group() would join its world.
+/// Returns true if a launcher (torchrun, `fsdp run`, Slurm, Open MPI, PMI) started this process,
+/// so that init_process_group() would join its world.
 FSDP_API bool is_launched();
 
 struct LaunchOptions {
-  /// Ranks on this node; the same on every node.
+  /// Number of ranks on this node. It must be the same on every node.
   int num_ranks = 1;
   int num_nodes = 1;
   int node_rank = 0;
-  /// "host:port" on node 0. May be empty on a single node, which then listens
-  /// on a free port of the loopback address.
+  /// "host:port" of node 0. May be empty if there is a single node, which then listens on a free
+  /// port of the loopback address.
   std::string master = {};
-  /// Asked a few times a second while node 0 does not answer; true gives up.
+  /// Called a few times a second while node 0 does not answer. If it returns true, the launch is
+  /// given up.
   std::function<bool()> stop = {};
 };
 
-/// What launchers of one job share, one launcher per machine: the store where
-/// the ranks meet, which outlives any rank, and the news of failures. `fsdp
-/// run` is one; a scheduler's own may use it too.
+/// What the launchers of one job share; each machine runs one launcher. It is the store through
+/// which the ranks meet, which outlives every rank, and a way to report failures. `fsdp run` is
+/// such a launcher; you can write your own, for example for a scheduler.
 class FSDP_API LaunchJob {
  public:
-  /// Node 0 serves the store; the others connect to it. Throws CommError, or
-  /// ConfigError, also when another node has other numbers of nodes or ranks.
+  /// Node 0 serves the store, and the other nodes connect to it. Throws ConfigError if the
+  /// options are not valid or another node has other numbers of nodes or ranks. Throws CommError
+  /// if the nodes do not connect.
   explicit LaunchJob(const LaunchOptions& options);
   ~LaunchJob();
   LaunchJob(const LaunchJob&) = delete;
   LaunchJob& operator=(const LaunchJob&) = delete;
 
-  /// Variables for rank `local_rank` of this node, as torchrun sets them.
+  /// The environment variables for rank `local_rank` of this node, as torchrun sets them.
   std::map<std::string, std::string> environment(int local_rank) const;
 
   struct Failure {
     std::string what;
     int exit_code = 1;
   };
-  /// Tells the other nodes that a rank failed here.
+  /// Tells the other nodes that a rank failed on this one.
   void report(const Failure& failure);
-  /// What another node reported, or that node 0 is gone.
+  /// Returns the failure that a node reported, or a failure if node 0 is gone. Call it repeatedly
+  /// while the ranks run: it also tells node 0 that this node is alive.
   std::optional<Failure> failure_elsewhere();
 
-  /// To be called when the ranks here have ended. Node 0 returns when the
-  /// others have called it too, since their ranks use its store: after a
-  /// failure that takes a few seconds at most. Ends early when `stop` says so,
-  /// and throws CommError when none of the others gives a sign of life.
+  /// Call it when the ranks of this node have ended. On node 0 it returns when all other nodes
+  /// have called it, too, because their ranks use node 0's store. After a failure it waits a few
+  /// seconds at most. It ends early if `stop` returns true. Throws CommError if the other nodes
+  /// give no sign of life.
   void leave(bool failed, const std::function<bool()>& stop);
 
  private:

@@ -16,12 +16,12 @@ namespace detail {
 class OpInterceptor;
 }
 
-/// While it lives, tensors that this thread makes without naming a device are
-/// on the meta device: modules have shapes but no memory. Shard them, then call
-/// to_empty and init_parameters, or load a checkpoint. What LibTorch cannot do
-/// there (polar, randperm, item, at::tensor of a list) throws: name the CPU for
-/// its inputs. Tensors that were given a device keep it, and their values; so do
-/// torch::tensor({...}) and what is made of other tensors.
+/// While it exists, tensors that the calling thread makes without naming a device are on the meta
+/// device. So modules have shapes but no memory, as with Python's `torch.device("meta")`. Shard
+/// them, then call to_empty and init_parameters, or load a checkpoint. Operators that LibTorch
+/// does not support on meta tensors throw (polar, randperm, item, at::tensor of a list): name the
+/// CPU as the device of their inputs. Tensors that were made with a device keep it, and their
+/// values. So do torch::tensor({...}) and tensors that are computed from others.
 class FSDP_API MetaInit {
  public:
   MetaInit();
@@ -33,17 +33,18 @@ class FSDP_API MetaInit {
   std::unique_ptr<detail::OpInterceptor> interceptor_;
 };
 
-/// Gives what is on the meta device memory on `device`: of sharded parameters
-/// this rank's shards, else all. It holds NaN; the first forward throws, and
-/// names those that nobody has written to by then, buffers too.
+/// Allocates memory on `device` for all parameters and buffers that are on the meta device. For a
+/// sharded parameter this is only this rank's shard. Floating point memory is filled with NaN.
+/// The first forward throws if a parameter or buffer has not been written to by then, and names
+/// it.
 FSDP_API void to_empty(ModuleRef module, c10::Device device);
 
-/// Calls `fill(name, param)` for every parameter at and below `module`, with a
-/// whole one to be filled in place, all of it, and keeps this rank's part. Random numbers
-/// that it draws without a generator depend on `seed` and the name alone, so
-/// values are the same for every world size. One whole parameter is in memory
-/// at a time. A shared parameter is filled once, by its first name; one that
-/// `fill` leaves alone stays as it was. Not collective.
+/// Calls `fill(fqn, param)` for every parameter at and below `module`. `param` is the whole
+/// parameter, and `fill` must write all of it in place. Only this rank's part is kept, and only
+/// one whole parameter is in memory at a time. Random numbers that `fill` draws without a
+/// generator of its own depend only on `seed` and the name, so the values are the same for every
+/// world size. A shared parameter is filled once, under its first name. A parameter that `fill`
+/// does not write to stays as it was. Not collective.
 FSDP_API void init_parameters(
     ModuleRef module,
     const std::function<void(const std::string& fqn, at::Tensor& param)>& fill,

@@ -11,7 +11,8 @@
 
 namespace fsdp {
 
-/// Any module: a holder, a shared pointer, a reference or an AnyModule.
+/// A reference to any module. Converts from a holder, a shared pointer, a reference or an
+/// AnyModule.
 class FSDP_API ModuleRef {
  public:
   template <class Contained>
@@ -43,8 +44,8 @@ class FSDP_API ModuleRef {
   bool by_call_ = false;
 };
 
-/// For a module that cannot be hooked (a type of LibTorch or of another
-/// library): fully_shard(by_call(m)), then fsdp::call(m, x) instead of m(x).
+/// Marks a module for fully_shard that cannot be hooked, because its type belongs to LibTorch or
+/// another library: fully_shard(by_call(m)). Run it with fsdp::call(m, x) instead of m(x).
 inline ModuleRef by_call(ModuleRef module) {
   module.by_call_ = true;
   return module;

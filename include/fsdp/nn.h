@@ -1,8 +1,8 @@
 #pragma once
 
-// LibTorch's built-in modules with an intercepted forward: `namespace nn =
-// fsdp::nn;` instead of torch::nn, and each can be given to fully_shard. What is
-// not listed here is torch's own.
+// LibTorch's built-in modules, hooked (see hooked.h) so that each can be given to fully_shard.
+// Write `namespace nn = fsdp::nn;` in place of torch::nn. Names that are not declared here are
+// torch's own.
 
 #include <ATen/ops/rms_norm.h>
 #include <torch/nn/cloneable.h>
@@ -24,14 +24,15 @@ FSDP_TREE(torch::nn::ASMoutput, output, loss);
 template <>
 struct fsdp::Tree<torch::nn::utils::rnn::PackedSequence> {
   static void visit(torch::nn::utils::rnn::PackedSequence& packed, auto&& f) {
-    f(const_cast<at::Tensor&>(packed.data())); // the rest is indices
+    f(const_cast<at::Tensor&>(packed.data())); // the other members hold indices
   }
 };
 
 namespace fsdp::nn {
 
-// Options, functional, init; and ModuleList, ModuleDict, ParameterList and
-// ParameterDict, which have no forward: what calls their elements is the unit.
+// Brings in the options, functional and init. Also ModuleList, ModuleDict, ParameterList and
+// ParameterDict: these have no forward, so give fully_shard their elements or the module that
+// calls them.
 using namespace torch::nn; // NOLINT
 
 #define FSDP_NN(Name) FSDP_MODULE_IMPL(Name, ::torch::nn::Name##Impl)
@@ -52,8 +53,8 @@ FSDP_NN(AlphaDropout); FSDP_NN(FeatureAlphaDropout);
 
 FSDP_NN(RNN); FSDP_NN(LSTM); FSDP_NN(GRU); FSDP_NN(RNNCell); FSDP_NN(LSTMCell); FSDP_NN(GRUCell);
 
-// LibTorch builds what is inside these, and that is not hooked: the outer module
-// is the unit.
+// LibTorch builds the modules inside these, and they are not hooked. So only the outer module can
+// be given to fully_shard.
 FSDP_NN(MultiheadAttention); FSDP_NN(TransformerEncoderLayer); FSDP_NN(TransformerDecoderLayer);
 FSDP_NN(TransformerEncoder); FSDP_NN(TransformerDecoder); FSDP_NN(Transformer);
 FSDP_NN(AdaptiveLogSoftmaxWithLoss);
@@ -119,7 +120,7 @@ struct RMSNormOptions {
       : normalized_shape_(std::move(normalized_shape)) {}
   RMSNormOptions(int64_t normalized_size) : normalized_shape_({normalized_size}) {} // NOLINT
   TORCH_ARG(std::vector<int64_t>, normalized_shape);
-  /// None: the epsilon of the input's dtype.
+  /// If not set, the machine epsilon of the input's dtype.
   TORCH_ARG(std::optional<double>, eps) = std::nullopt;
   TORCH_ARG(bool, elementwise_affine) = true;
 };

@@ -5,15 +5,15 @@
 
 #include <fsdp/export.h>
 
-/// torch's optimizers on fused kernels: the same constructors, options, state
-/// and archives, a few kernel calls per step instead of several operators per
-/// parameter. Gradients are read where they are, and every updated parameter's
-/// version counter moves.
+/// torch's optimizers on fused kernels. Constructors, options, state and archives are torch's own.
+/// A step makes a few kernel calls instead of several operators per parameter. It increments the
+/// version counter of every parameter that it updates, and copies a gradient only if its strides
+/// are not those of the parameter.
 ///
-/// Before anything changes, a step throws ValueError if a gradient is sparse or
-/// does not fit its parameter, or if the parameter was sharded, moved or cast
-/// after the state was made. A tensor that is listed twice (tied weights) is
-/// updated once, as in Python; torch's C++ optimizers update it twice.
+/// A step throws ValueError, before it changes anything, if a gradient is sparse or does not fit
+/// its parameter, or if a parameter was sharded, moved or cast after its state was made. A tensor
+/// that is listed twice (tied weights) is updated once, as in Python; torch's C++ optimizers
+/// update it twice.
 namespace fsdp::optim {
 
 class FSDP_API AdamW : public torch::optim::AdamW {

@@ -16,13 +16,13 @@ struct ParallelCrossEntropyOptions {
   double label_smoothing = 0;
 };
 
-/// torch's cross_entropy of logits whose classes are divided over a mesh of one
-/// axis, as ColwiseParallel leaves them: no rank ever holds a whole row. Upstream
-/// has it as loss_parallel. `local_logits` are (classes), (N, classes) or (N,
-/// classes, ...) with this rank's chunk of the classes, in half or bfloat16 too;
-/// `targets` are class numbers, the same on every rank. So is the loss, and its
-/// gradient is that of the local logits. Collective: two all-reduces, of one and
-/// three numbers per row; none in backward.
+/// torch's cross_entropy for logits whose classes are divided over a mesh of one axis, as
+/// ColwiseParallel leaves them; in Python this is loss_parallel. No rank ever holds a whole row.
+/// `local_logits` has this rank's chunk of the classes, in the shape (classes), (N, classes) or
+/// (N, classes, ...), and may be half or bfloat16. `targets` are class numbers and must be the
+/// same on every rank. The loss is the same on every rank, and its gradient is that of the local
+/// logits. Collective: forward makes two all-reduces, of one and three numbers per row (five with
+/// label smoothing). Backward makes none.
 FSDP_API at::Tensor parallel_cross_entropy(
     const at::Tensor& local_logits,
     const at::Tensor& targets,

@@ -10,13 +10,14 @@
 
 namespace fsdp {
 
-/// How a parameter that fully_shard manages, or parallelize_module has divided,
-/// is sharded; shares its shard, whether it is unsharded at the moment or not.
+/// Returns this rank's shard of a parameter as a DTensor that shares its memory, whether the
+/// parameter is gathered at the moment or not. For parameters that fully_shard manages or
+/// parallelize_module has divided. Throws ValueError for other tensors.
 FSDP_API DTensor as_dtensor(const at::Tensor& param);
-/// The same of its gradient, which must be there.
+/// The same for the parameter's gradient. Throws ValueError if there is none.
 FSDP_API DTensor as_dtensor_grad(const at::Tensor& param);
 
-/// Takes a hook away; may be dropped.
+/// Removes a hook. The hook stays if the handle is destroyed.
 class FSDP_API RemovableHandle {
  public:
   explicit RemovableHandle(std::function<void()> remove) : remove_(std::move(remove)) {}
@@ -30,9 +31,8 @@ class FSDP_API RemovableHandle {
   std::function<void()> remove_;
 };
 
-/// Calls `hook(param)` each time that `param.grad()` has got its value for a
-/// backward: for a sharded parameter, after the reduction. An optimizer may
-/// step there and clear the gradient.
+/// Calls `hook(param)` each time a backward has set or added to `param.grad()`; for a sharded
+/// parameter, after the reduction. The hook may step an optimizer and clear the gradient.
 FSDP_API RemovableHandle register_post_accumulate_grad_hook(
     const at::Tensor& param, std::function<void(const at::Tensor&)> hook);
 

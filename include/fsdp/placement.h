@@ -12,39 +12,39 @@ namespace fsdp {
 
 struct ShardPlacement;
 
-/// Every rank of the axis holds the whole.
+/// Every rank of the axis holds the whole tensor.
 struct Replicate {
   bool operator==(const Replicate&) const = default;
 };
 
-/// The axis divides tensor dim `dim` exactly as `torch::chunk` does: the last
-/// ranks may hold less, or nothing. A negative dim counts from the end.
+/// The ranks of the axis hold the chunks that `torch::chunk` makes of tensor dim `dim`: the last
+/// ranks may hold less than the others, or nothing. A negative dim counts from the end.
 struct Shard {
   int64_t dim = 0;
   bool operator==(const Shard&) const = default;
-  operator ShardPlacement() const; // NOLINT, in policy.h
+  operator ShardPlacement() const; // NOLINT, defined in policy.h
 };
 
-/// Like Shard, but applied after the later mesh axes that shard the same dim
-/// and together have `split_factor` ranks: FSDP over a tensor that tensor
-/// parallelism, on a later axis, has divided already. Where no later axes fit,
-/// each of `split_factor` chunks of the tensor is divided over the axis.
+/// Like Shard, but applied after later mesh axes that shard the same dim and have `split_factor`
+/// ranks together. It describes FSDP over a tensor that tensor parallelism, on a later axis, has
+/// divided before. If no later axes fit, the tensor is cut into `split_factor` chunks, and each
+/// chunk is divided over the axis.
 struct StridedShard {
   int64_t dim = 0;
   int64_t split_factor = 1;
   bool operator==(const StridedShard&) const = default;
 };
 
-/// Every rank of the axis holds a term; the value is their reduction.
+/// Every rank of the axis holds a term. The tensor is the reduction of all terms.
 struct Partial {
   ReduceOp op = ReduceOp::Sum;
   bool operator==(const Partial&) const = default;
 };
 
-/// How one mesh axis holds a tensor.
+/// How a tensor lies on the ranks of one mesh axis.
 using Placement = std::variant<Replicate, Shard, StridedShard, Partial>;
 
-/// "R", "S(0)", "_S(0, 2)", "P(sum)"; of a list: "(R, S(0))".
+/// "R", "S(0)", "_S(0, 2)", "P(sum)"; a list is written as "(R, S(0))".
 FSDP_API std::string to_string(const Placement& placement);
 FSDP_API std::string to_string(const std::vector<Placement>& placements);
 

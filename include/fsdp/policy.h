@@ -15,10 +15,11 @@
 
 namespace fsdp {
 
-/// What happens to the parameters between forward and backward: true frees
-/// them and gathers them again, false keeps them, and k divides them over
-/// groups of k neighbouring ranks, which gather among themselves. Automatic
-/// (nullopt) is true, except for the root, whose backward begins at once.
+/// What happens to the parameters between forward and backward. True frees them after forward and
+/// gathers them again for backward. False keeps them. A number k keeps them divided over k
+/// neighbouring ranks, which gather among themselves for backward. The default (nullopt) is true,
+/// except for the root: it keeps its parameters, because its backward begins right after its
+/// forward.
 class ReshardAfterForward {
  public:
   ReshardAfterForward() = default;
@@ -34,9 +35,8 @@ class ReshardAfterForward {
   bool is_number() const {
     return kind_ == Kind::Ranks;
   }
-  /// Over how many of a group's `size` ranks the parameters are divided after
-  /// forward; 0 keeps them whole. Throws ValueError unless a number divides
-  /// `size`.
+  /// Returns over how many of a group's `size` ranks the parameters are divided after forward; 0
+  /// keeps them whole. Throws ValueError if a number was given that does not divide `size`.
   FSDP_API int ranks(int size) const;
 
  private:
@@ -45,40 +45,41 @@ class ReshardAfterForward {
   int64_t ranks_ = 0;
 };
 
-/// In which dtypes a module computes and communicates. Shards, gradients after
-/// their reduction and optimizer state keep the parameters' own dtype; buffers
-/// are left alone.
+/// The dtypes in which a module computes and communicates. Shards, reduced gradients and
+/// optimizer state keep the parameters' own dtype. Buffers are not changed.
 struct MixedPrecisionPolicy {
-  /// Of gathered parameters, and so of compute; by default their own.
+  /// The dtype of gathered parameters, and so of compute. By default the parameters' own.
   std::optional<c10::ScalarType> param_dtype = {};
-  /// In which gradients are accumulated and reduced; by default as computed.
+  /// The dtype in which gradients are accumulated and reduced. By default the one they are
+  /// computed in.
   std::optional<c10::ScalarType> reduce_dtype = {};
-  /// Floating point outputs of forward are cast to it.
+  /// Floating point outputs of forward are cast to this dtype. By default they are not cast.
   std::optional<c10::ScalarType> output_dtype = {};
-  /// Cast floating point inputs of forward to `param_dtype`.
+  /// Whether floating point inputs of forward are cast to `param_dtype`.
   bool cast_forward_inputs = true;
 };
 
-/// Shards stay on the device.
+/// Shards stay on the device. This is the default.
 struct OffloadPolicy {};
-/// Shards, their gradients and so the optimizer state are in host memory;
-/// gathered parameters are on the device.
+/// Shards and their gradients, and so the optimizer state, are in host memory. Gathered
+/// parameters are on the device.
 struct CPUOffloadPolicy {
-  /// Page-locked, so that copies run beside compute; ignored without an
+  /// Use page-locked memory, so that copies overlap with compute. Has no effect without an
   /// accelerator.
   bool pin_memory = true;
 };
 using AnyOffloadPolicy = std::variant<OffloadPolicy, CPUOffloadPolicy>;
 
-/// Which axes of a mesh are those of data parallelism, by name; several of a kind
-/// count as one. Parameters are replicated over the axes of `replicate`.
+/// The names of the mesh axes that are for data parallelism. Parameters are sharded over the axes
+/// in `shard` and replicated over those in `replicate`. Several axes in one list count as one
+/// axis.
 struct DataParallelMeshDims {
   std::vector<std::string> shard = {};
   std::vector<std::string> replicate = {};
 };
 
-/// Along which dim a parameter is sharded, and over which mesh: by default
-/// that of the call. A Shard converts to it.
+/// Along which dim to shard a parameter, and over which mesh: by default the mesh of the
+/// fully_shard call. A Shard converts to it.
 struct ShardPlacement {
   int64_t dim = 0;
   std::optional<DeviceMesh> mesh = {};

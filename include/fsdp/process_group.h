@@ -30,15 +30,15 @@ Work all_gather_placed_async(
     std::shared_ptr<const GatherPlan> plan);
 } // namespace detail
 
-/// A collective under way. The result may be read, and the inputs changed,
-/// only after `wait()`: on the CPU that blocks; on an accelerator it orders
-/// the current stream behind the collective.
+/// A collective in flight. Read its result, and change its inputs, only after `wait()`. On the
+/// CPU `wait()` blocks. On an accelerator it makes the current stream wait for the collective.
 class FSDP_API Work {
  public:
-  /// A work that is already complete.
+  /// A Work that is complete.
   Work() = default;
 
-  /// Throws CommError when the collective failed. A second call does nothing.
+  /// Throws CommError if the collective failed. May be called again, for example on another
+  /// stream.
   void wait();
 
  private:
@@ -48,17 +48,17 @@ class FSDP_API Work {
   std::shared_ptr<detail::WorkState> state_;
 };
 
-/// The ranks that communicate, seen from one of them. A value: copies share
-/// the group. Every collective must be called by every rank of the group, in
-/// the same order; tensors are contiguous and of one dtype and device.
-/// Each has an asynchronous form that returns a Work.
+/// The ranks that communicate with each other, as seen by one of them. A value type: copies share
+/// the group. Every rank of the group must call the same collectives in the same order. Tensors
+/// must be contiguous, and those of one collective must have the same dtype and device. Each
+/// collective has an asynchronous form that returns a Work.
 class FSDP_API ProcessGroup {
  public:
-  /// No group: only `defined()` may be called.
+  /// An empty group. Only `defined()` may be called.
   ProcessGroup() = default;
 
-  /// A group over any c10d backend, for example one of your own. Sub-groups
-  /// can be made only of groups that come from `init_process_group`.
+  /// A group over any c10d backend, for example one of your own. new_group works only for groups
+  /// that come from `init_process_group`.
   explicit ProcessGroup(
       const c10::intrusive_ptr<c10d::Backend>& backend, std::string name = "custom");
 
@@ -68,34 +68,35 @@ class FSDP_API ProcessGroup {
   /// This rank's number in the group, and the number of ranks.
   int rank() const;
   int size() const;
-  /// The members' world ranks, in group order.
+  /// The world ranks of the members, in the order of their ranks in the group.
   const std::vector<int>& ranks() const;
   const std::string& name() const;
-  /// "threads", "gloo", "nccl", "fake", or what a backend calls itself.
+  /// "threads", "gloo", "nccl", "fake", or the name that your own backend gives itself.
   std::string backend_name() const;
   const c10::intrusive_ptr<c10d::Backend>& backend() const;
 
-  /// `out` receives the ranks' `in` one after another.
+  /// Fills `out` with the `in` of all ranks, one after another.
   void all_gather(at::Tensor out, at::Tensor in) const;
   Work all_gather_async(at::Tensor out, at::Tensor in) const;
 
-  /// `in` holds one part per rank; `out` receives this rank's, reduced.
+  /// `in` holds one part per rank. Fills `out` with this rank's part, reduced over the ranks.
   void reduce_scatter(at::Tensor out, at::Tensor in, ReduceOp op = {}) const;
   Work reduce_scatter_async(at::Tensor out, at::Tensor in, ReduceOp op = {}) const;
 
   void all_reduce(at::Tensor tensor, ReduceOp op = {}) const;
   Work all_reduce_async(at::Tensor tensor, ReduceOp op = {}) const;
 
-  /// `root` is a rank of this group.
+  /// Sends the tensor of `root`, a rank of this group, to all others.
   void broadcast(at::Tensor tensor, int root) const;
   Work broadcast_async(at::Tensor tensor, int root) const;
 
-  /// `root`'s `in` holds one part per rank; the others' may be undefined.
+  /// The `in` of `root` holds one part per rank, and `out` receives this rank's part. The `in` of
+  /// the other ranks may be undefined.
   void scatter(at::Tensor out, at::Tensor in, int root) const;
   Work scatter_async(at::Tensor out, at::Tensor in, int root) const;
 
-  /// Part i of `in` goes to rank i; part i of `out` comes from it. Parts are
-  /// equal, or given as lengths along dim 0.
+  /// Part i of `in` goes to rank i; part i of `out` comes from rank i. The parts are equal unless
+  /// the splits give their lengths along dim 0.
   void all_to_all(
       at::Tensor out,
       at::Tensor in,
@@ -111,16 +112,16 @@ class FSDP_API ProcessGroup {
   void barrier() const;
   Work barrier_async() const;
 
-  /// A 1D tensor in memory that the transport knows, where the backend has such
-  /// (nccl), else an ordinary one.
+  /// Returns a 1D tensor in memory that the backend has registered, if the backend can do so
+  /// (nccl), else an ordinary tensor.
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const;
 
-  /// The group of these ranks of this group, in the given order; called by
-  /// exactly those. The same ranks and tag give the same (shared) group every
-  /// time; another tag gives one whose collectives do not queue behind.
+  /// Makes a group of some ranks of this group, in the given order. Exactly these ranks must call
+  /// it. The same ranks and tag give the same (shared) group every time. Another tag gives
+  /// another group, whose collectives do not queue behind those of the first.
   ProcessGroup new_group(const std::vector<int>& ranks, const std::string& tag = "") const;
 
-  /// The same members over the same transport.
+  /// Whether both are copies of one group.
   bool operator==(const ProcessGroup& other) const = default;
 
   explicit ProcessGroup(std::shared_ptr<detail::GroupState> state);

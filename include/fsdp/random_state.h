@@ -5,14 +5,15 @@
 
 namespace fsdp {
 
-/// The state of torch's default generators, of the CPU and of this rank's accelerator
-/// where there is one: "cpu", "cuda". Every rank has its own, so each is a DTensor
-/// with one row of bytes per rank, on a mesh of all ranks. A checkpoint of it fits
-/// the same number of ranks; with another number leave it out, and seed anew.
-/// Collective where there is a world.
+/// Returns the state of torch's default generators: that of the CPU as "cpu", and that of this
+/// rank's accelerator, if there is one, as "cuda" for example. Every rank has its own state, so
+/// each value is a DTensor on a mesh of all ranks, with one row of bytes per rank. Without a
+/// process group it is a plain tensor with one row. The state can be loaded by the same number of
+/// ranks only. With another number, leave it out and seed again. Collective if there is a process
+/// group.
 FSDP_API StateDict get_random_state();
-/// Takes what get_random_state gave, and load has filled. Keys of accelerators that
-/// this rank does not have are left alone. Not collective.
+/// Sets the generators to a state that get_random_state returned, usually after load has filled
+/// it. Keys of accelerators that this rank does not have are ignored. Not collective.
 FSDP_API void set_random_state(const StateDict& state);
 
 } // namespace fsdp

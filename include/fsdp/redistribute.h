@@ -13,19 +13,20 @@
 namespace fsdp {
 
 struct RedistributeOptions {
-  /// How the gradient of the result will lie. By default as the result does, or
-  /// Replicate where that is Partial. Partial, for a result that is Replicate:
-  /// each rank computes something else with it, and the gradients are summed.
+  /// The placement that the gradient of the result will have. By default that of the result, or
+  /// Replicate if the result is Partial. If the result is Replicate, this may be Partial:
+  /// use it if each rank computes something different with the result. Backward then sums the
+  /// gradients over the ranks.
   std::optional<Placement> grad_placement = {};
-  /// Of the whole tensor. Without them a local tensor is one of even parts,
-  /// unless tensors have been divided unevenly along that dim of that mesh:
-  /// from then on the ranks tell each other their lengths.
+  /// The sizes of the whole tensor. Without them, all ranks are assumed to have parts of the same
+  /// size. But if the library has divided a tensor unevenly along the same dim of this mesh
+  /// before, the ranks exchange their lengths first.
   std::optional<std::vector<int64_t>> sizes = {};
 };
 
-/// Moves a tensor, of which `local` is this rank's part, from one placement to
-/// another over a mesh of one axis: DTensor's redistribute for plain tensors,
-/// and recorded by autograd. Collective, and so is its backward.
+/// Moves a tensor from one placement to another over a mesh of one axis. `local` is this rank's
+/// part of the tensor, and the result is its part afterwards. This is DTensor's redistribute for
+/// plain tensors, and autograd records it. Collective, and so is its backward.
 ///
 ///   from       to         forward               backward
 ///   Partial    Replicate  all-reduce            -
@@ -38,8 +39,8 @@ struct RedistributeOptions {
 ///
 ///   * with grad_placement = Partial{}
 ///
-/// Parts are those of torch::chunk, so the last ranks may hold less, or nothing.
-/// Partial is a sum. The result may share memory with `local`.
+/// Parts are the chunks of torch::chunk, so the last ranks may hold less than the others, or
+/// nothing. Partial must be a sum. The result may share memory with `local`.
 FSDP_API at::Tensor redistribute(
     const at::Tensor& local,
     const DeviceMesh& mesh,

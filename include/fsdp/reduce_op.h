@@ -6,15 +6,16 @@
 
 namespace fsdp {
 
-/// How a collective combines the ranks' values. Every kind works on every
-/// backend: what one lacks is emulated.
+/// How a collective combines the values of the ranks. Every kind works on every backend: kinds
+/// that a backend lacks are emulated.
 class FSDP_API ReduceOp {
  public:
   enum Kind { Sum, Avg, Max, Min, Product, PremulSum };
 
-  ReduceOp(Kind kind = Sum); // NOLINT: implicit, so that ReduceOp::Avg is one
+  ReduceOp(Kind kind = Sum); // NOLINT: implicit, so that ReduceOp::Avg converts
 
-  /// Multiplies every rank's value by `factor`, then sums. Floating point only.
+  /// Multiplies every rank's value by `factor`, then sums. For floating point and complex tensors
+  /// only.
   static ReduceOp premul_sum(double factor);
 
   Kind kind() const {

@@ -11,7 +11,7 @@ namespace fsdp {
 
 namespace detail {
 
-/// Puts `source` into the module's parameter dict.
+/// Replaces the entry `name` in the module's parameter dict by `source`.
 FSDP_API void tie_entry(
     torch::nn::Module& module,
     const std::string& name,
@@ -20,10 +20,10 @@ FSDP_API void tie_entry(
 
 } // namespace detail
 
-/// Makes the weight of `module` the same tensor as that of `source`, as a
-/// member and in the parameter dict; assigning the member alone leaves another
-/// tensor in the dict, which would be sharded, saved and never trained.
-/// Before fully_shard; both must then be in one group.
+/// Makes the weight of `module` the same tensor as the weight of `source`, both as a member and
+/// in the parameter dict. (Assigning the member alone leaves another tensor in the dict, which
+/// would be sharded and saved but never trained.) Call it before fully_shard, and shard both
+/// modules in one group.
 template <class Holder, class SourceHolder>
 void tie_weights(const Holder& module, const SourceHolder& source) {
   detail::tie_entry(*module.ptr(), "weight", module.ptr()->weight, source.ptr()->weight);

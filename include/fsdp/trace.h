@@ -12,25 +12,24 @@
 namespace fsdp {
 
 struct TraceOptions {
-  /// Whose memory is counted.
+  /// The device whose memory is counted.
   c10::Device device = c10::kCPU;
-  /// Count the memory by category wherever a phase begins or ends.
+  /// Whether to record memory_stats where phases begin and end.
   bool memory = true;
 };
 
-/// While it lives, writes down what this rank (the calling thread) does when:
-/// the forward and backward of each sharded module, the optimizers of fsdp::optim,
-/// ranges of your own (RECORD_USER_SCOPE), collectives, the time it waited for
-/// them, and memory_stats in between. One per thread at a time, made and
-/// destroyed by the same thread.
+/// While it exists, records a timeline of this rank (the calling thread): the forward and
+/// backward of each sharded module, the optimizers of fsdp::optim, your own ranges
+/// (RECORD_USER_SCOPE), collectives, the time spent waiting for them, and memory. A thread may
+/// have one Trace at a time, and must destroy it itself.
 ///
 ///   fsdp::Trace trace;
 ///   for (...) { trace.begin_step(step); ... }
 ///   trace.write("trace.json");
 ///
-/// Times are the host's. A collective lasts from its start to when this rank has
-/// its result; on an accelerator, where waiting is left to the streams, to when
-/// the result was asked for.
+/// Times are those of the host. A collective lasts from its start until this rank has its result.
+/// On an accelerator the host does not wait for the result, so there a collective lasts until the
+/// result is asked for.
 class FSDP_API Trace {
  public:
   explicit Trace(const TraceOptions& options = {});
@@ -38,19 +37,19 @@ class FSDP_API Trace {
   Trace(const Trace&) = delete;
   Trace& operator=(const Trace&) = delete;
 
-  /// A step lasts until the next one begins, or the end.
+  /// A step lasts until the next one begins, or until recording stops.
   void begin_step(int64_t step);
-  /// Nothing more is recorded.
+  /// Stops recording.
   void stop();
-  /// How long this rank has waited for collectives so far, in seconds.
+  /// How many seconds this rank has waited for collectives so far.
   double waited_s() const;
 
-  /// This rank's timeline, as a whole Chrome trace: JSON that Perfetto and
-  /// chrome://tracing open. Stops.
+  /// Stops recording, and returns this rank's timeline as a complete Chrome trace: JSON that
+  /// Perfetto and chrome://tracing can open.
   std::string json();
-  /// The timelines of all ranks in one file, a process each, written by rank 0;
-  /// without a world, that of this thread. Stops. Collective; throws on every
-  /// rank when the file cannot be written.
+  /// Stops recording, and writes the timelines of all ranks into one file, on rank 0. Each rank
+  /// appears as a process. Without a process group, writes this thread's timeline. Throws on
+  /// every rank if the file cannot be written. Collective.
   void write(const std::filesystem::path& path);
 
  private:
@@ -58,8 +57,8 @@ class FSDP_API Trace {
   std::unique_ptr<Recorder> recorder_;
 };
 
-/// While it lives, adds up how long this rank (the calling thread) waits for
-/// collectives: communication that nothing hides.
+/// While it exists, adds up the time that this rank (the calling thread) waits for collectives,
+/// which is the communication time that compute does not hide.
 class FSDP_API WaitTimer {
  public:
   WaitTimer();

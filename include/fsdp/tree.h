@@ -16,16 +16,16 @@
 
 namespace fsdp {
 
-/// Finds the tensors inside a type: `Tree<T>::visit(value, f)` calls `f` with a
-/// reference to each. Exists only for types that can hold a tensor. For a struct
-/// of your own write FSDP_TREE(Type, members...), or specialise it.
+/// Finds the tensors inside a value: `Tree<T>::visit(value, f)` calls `f` with a reference to
+/// each tensor. `visit` exists only for types that can hold a tensor. For your own struct, write
+/// FSDP_TREE(Type, members...) or specialise Tree.
 template <class T>
 struct Tree {};
 
 template <class T>
 concept HasTree = requires(T& value) { Tree<T>::visit(value, [](at::Tensor&) {}); };
 
-/// Calls `f` with every tensor in `value`; there may be none.
+/// Calls `f` with every tensor in `value`, if there are any.
 template <class T, class F>
 void visit_tensors(T& value, F&& f) {
   if constexpr (HasTree<T>) {
@@ -51,7 +51,7 @@ struct Tree<std::optional<T>> {
 
 namespace detail {
 
-/// For anything that a range-for walks over.
+/// For types that a range-based for loop can iterate over.
 template <class Range>
 struct TreeOfElements {
   static void visit(Range& range, auto&& f) {
@@ -61,7 +61,7 @@ struct TreeOfElements {
   }
 };
 
-/// For anything with keys and values.
+/// For types with keys and values.
 template <class Map>
 struct TreeOfValues {
   static void visit(Map& map, auto&& f) {
@@ -116,7 +116,7 @@ struct Tree<std::variant<T...>> {
   }
 };
 
-/// Types known to hold no tensor: what else a hooked forward may return.
+/// Types that hold no tensor. A hooked forward may return these, and types that have a Tree.
 template <class T>
 inline constexpr bool tensor_free = std::is_void_v<T> || std::is_arithmetic_v<T> ||
                                     std::is_enum_v<T> || std::is_same_v<T, std::string>;
@@ -131,8 +131,9 @@ inline constexpr bool tensor_free<std::pair<A, B>> = tensor_free<A> && tensor_fr
 
 } // namespace fsdp
 
-/// FSDP_TREE(Output, logits, loss): at global scope, before the first use. All
-/// members in order, so that one added later is a compile error here.
+/// FSDP_TREE(Output, logits, loss) tells fsdp which members of a struct may hold tensors. Write
+/// it at global scope, before the first use. List all members in order: a forgotten member is a
+/// compile error.
 #define FSDP_TREE(Type, ...)                                                 \
   template <>                                                                \
   struct fsdp::Tree<Type> {                                                  \

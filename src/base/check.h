@@ -6,15 +6,16 @@
 
 #include <fsdp/error.h>
 
-/// Throws fsdp::Type with a message made of the pieces. For mistakes of the
-/// caller use TORCH_CHECK_VALUE, for our own TORCH_INTERNAL_ASSERT.
+/// Throws fsdp::Type with a message made of the pieces. Use TORCH_CHECK_VALUE for a caller's
+/// mistake and TORCH_INTERNAL_ASSERT for a bug of this library.
 #define FSDP_THROW(Type, ...) \
   throw ::fsdp::Type(         \
       {static_cast<const char*>(__func__), __FILE__, __LINE__}, ::c10::str(__VA_ARGS__))
 
 namespace fsdp::detail {
 
-/// Inside a catch block: what the exception says, without c10's backtrace.
+/// Returns the message of the exception being handled, without c10's backtrace. Only for
+/// catch blocks.
 std::string current_exception_text();
 
 } // namespace fsdp::detail

@@ -7,7 +7,7 @@
 
 namespace fsdp::detail {
 
-/// "0, 2, 3": for messages.
+/// Joins the items into text for messages, for example "0, 2, 3".
 template <class Range>
 std::string join(const Range& items, std::string_view separator = ", ") {
   std::ostringstream out;
@@ -25,7 +25,8 @@ std::string join(const Range& items, std::string_view separator = ", ") {
 /// The parts of `text` between separators; empty parts are kept.
 std::vector<std::string> split(std::string_view text, char separator);
 
-/// The whole of `text` as a number; throws ConfigError that names `what`.
+/// Parses all of `text` as a whole number. Throws ConfigError if it is none; `what` names the value
+/// in the message.
 int64_t parse_int(std::string_view text, std::string_view what);
 
 } // namespace fsdp::detail

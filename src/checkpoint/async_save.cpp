@@ -22,7 +22,7 @@ namespace fsdp::detail {
 
 namespace {
 
-/// A hint: the first save touches all of the memory, a page at a time.
+/// Asks for huge pages, because the first save touches all of the memory. This is only a hint.
 void use_huge_pages(void* data, size_t bytes) {
   constexpr uintptr_t kPage = 2 << 20;
   const auto begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
@@ -32,18 +32,18 @@ void use_huge_pages(void* data, size_t bytes) {
   }
 }
 
-/// Past the caches, which hold what training needs next. A core that reads in a row waits
-/// for memory most of the time: six places in turn, each a bit ahead, take half of memcpy's
-/// time. `to` is aligned to 16 bytes.
+/// Copies without filling the caches, which hold what training needs next. A core that reads one
+/// place after the other waits for memory most of the time. Reading six places in turn, with
+/// prefetches, takes half of memcpy's time. `to` must be aligned to 16 bytes.
 void copy_past_caches(char* to, const char* from, size_t bytes) {
   size_t done = 0;
 #if defined(__SSE2__)
   constexpr size_t kPlaces = 6, kLine = 64, kAhead = 1024;
-  const size_t length = bytes / (kPlaces * kLine) * kLine; // from each place
+  const size_t length = bytes / (kPlaces * kLine) * kLine; // bytes from each place
   done = kPlaces * length;
   for (size_t line = 0; line < length; line += kLine) {
     for (size_t at = line; at < done; at += length) {
-      _mm_prefetch(from + at + kAhead, _MM_HINT_T0); // may be past the end: only a hint
+      _mm_prefetch(from + at + kAhead, _MM_HINT_T0); // only a hint, so it may be past the end
       const auto* in = reinterpret_cast<const __m128i*>(from + at);
       auto* out = reinterpret_cast<__m128i*>(to + at);
       const auto a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
@@ -59,16 +59,17 @@ void copy_past_caches(char* to, const char* from, size_t bytes) {
   std::memcpy(to + done, from + done, bytes - done);
 }
 
-/// The calling thread takes a tenth of a core where others want all of them. Not less: who
-/// waits for it cannot give it its priority back, and other programs may keep cores busy.
+/// Lowers the calling thread's priority, to about a tenth of a core if all cores are wanted. Not
+/// lower: a thread that waits for it cannot raise the priority again, and other programs may keep
+/// the cores busy.
 void give_way() {
   constexpr int kNice = 10;
   (void)setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNice);
 }
 
-/// A rank's save in the background, and the host memory that it and the next ones
-/// copy the tensors to: memory that has been used before is several times faster.
-/// Threads without a world are one rank together.
+/// A rank's save in the background, and the host memory that the tensors are copied to. The next
+/// save uses the memory again: memory that has been used before is several times faster. All
+/// threads without a world share one Background.
 class Background {
  public:
   ~Background() {
@@ -76,7 +77,7 @@ class Background {
     warn();
   }
 
-  /// Of a failure that nobody will hear of otherwise.
+  /// Warns if the last save failed and no later call has thrown its error.
   void warn() {
     try {
       if (auto error = std::exchange(error_, nullptr)) {
@@ -93,7 +94,7 @@ class Background {
     }
   }
 
-  /// Waits, and throws what the save threw, once.
+  /// Waits for the save. If it failed, throws its error, once.
   void finish() {
     const std::lock_guard lock(mutex_);
     wait();
@@ -102,17 +103,17 @@ class Background {
     }
   }
 
-  /// Copies the tensors, and leaves the rest to a thread.
+  /// Copies the tensors, and starts a thread that does the rest.
   std::future<void> start(SaveJob job, SeriesSteps steps) {
     const std::lock_guard lock(mutex_);
-    wait(); // for one of another thread, started since `finish`
+    wait(); // another thread may have started a save since `finish`
     try {
       copy_parts(job.plan.parts);
-    } catch (const std::exception&) { // no memory: all ranks hear of it in their futures
+    } catch (const std::exception&) { // no memory: the futures of all ranks get the error
       job.error = current_exception_text();
       job.plan.parts.clear();
     }
-    job.is_direct = true; // training needs the processor, and what is in the page cache
+    job.is_direct = true; // training needs the processor and the page cache
     std::promise<void> promise;
     auto future = promise.get_future();
     thread_ = std::thread([this, job = std::move(job), steps = std::move(steps),
@@ -120,7 +121,7 @@ class Background {
       give_way();
       try {
         run_save(job, steps);
-        job = {}; // the memory is free for the next one before the future is ready
+        job = {}; // drop the views of the memory before the future is ready
         promise.set_value();
       } catch (...) {
         error_ = std::current_exception();
@@ -131,7 +132,7 @@ class Background {
   }
 
  private:
-  /// Copies of the parts, one behind the other in host memory.
+  /// Replaces the data of the parts by copies, one after the other in host memory.
   void copy_parts(std::vector<Part>& parts) {
     constexpr int64_t kAlignment = 64;
     const auto aligned = [](int64_t bytes) {
@@ -144,7 +145,7 @@ class Background {
       on_device = on_device || part.data.is_cuda();
     }
     if (!memory_.defined() || memory_.numel() < total || (on_device && !memory_.is_pinned())) {
-      memory_ = at::Tensor(); // never both
+      memory_ = at::Tensor(); // free the old memory before the new is allocated
       memory_ = at::empty({total}, at::device(at::kCPU).dtype(at::kByte).pinned_memory(on_device));
       use_huge_pages(memory_.mutable_data_ptr(), static_cast<size_t>(total));
     }
@@ -154,7 +155,7 @@ class Background {
       const auto bytes = static_cast<int64_t>(part.data.nbytes());
       auto copy =
           memory_.narrow(0, offset, bytes).view(part.data.scalar_type()).view(part.data.sizes());
-      // Their bytes, where they stand for others: conjugates and negatives.
+      // The bytes of a lazy conjugate or negative are not its values yet.
       const auto data = part.data.resolve_conj().resolve_neg();
       if (data.is_cpu() && data.is_contiguous()) {
         copy_past_caches(
@@ -167,7 +168,7 @@ class Background {
       part.data = std::move(copy);
       offset += aligned(bytes);
     }
-    for (const auto device : devices) { // once, not for each tensor
+    for (const auto device : devices) { // wait once per device, not once per tensor
       StreamEvent::of(optional_current_stream(device)).synchronize();
     }
   }
@@ -178,11 +179,11 @@ class Background {
   at::Tensor memory_; // 1D bytes
 };
 
-/// Ranks may be threads of one process: each has its own, until its world is gone.
+/// The Background of each rank, until its world is gone. Ranks may be threads of one process.
 class Backgrounds {
  public:
-  /// Those under way when the process ends are waited for. Their memory is never freed
-  /// then: pinned memory cannot be, once CUDA's own objects have gone.
+  /// Waits for the saves that are under way when the process ends. Does not free their memory:
+  /// pinned memory cannot be freed after CUDA's own objects are destroyed.
   ~Backgrounds() {
     for (const auto& item : all_) {
       item.second->wait();
@@ -199,8 +200,9 @@ class Backgrounds {
     return background;
   }
 
-  /// Who drops them waits for their saves: not between the agreement on a save and its
-  /// start, since one of them may be part of it and wait for ours.
+  /// Removes and returns the Backgrounds of ranks whose world is gone. Their destructors wait for
+  /// their saves. So do not destroy them after the ranks have agreed on a save and before this
+  /// rank's part of it has started: one of them may be part of this save and wait for this rank.
   std::vector<std::shared_ptr<Background>> take_those_without_world() {
     const std::lock_guard lock(mutex_);
     std::vector<std::shared_ptr<Background>> gone;
@@ -248,7 +250,7 @@ std::future<void> async_save(
   const auto publication = job.publication;
   try {
     return backgrounds().current()->start(std::move(job), steps);
-  } catch (...) { // no thread: the others must not wait for this rank
+  } catch (...) { // no thread started: the other ranks must not wait
     give_up(publication, c10::str("rank ", publication.rank, ": ", current_exception_text()));
     throw;
   }

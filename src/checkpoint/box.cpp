@@ -24,8 +24,8 @@ int64_t index_in(const Block& block, const std::vector<int64_t>& element) {
   return index;
 }
 
-/// The dim along which the boxes start at the most places: sorted by it, few
-/// neighbours have to be compared.
+/// Returns the dim along which the boxes have the most different offsets. If boxes are sorted by
+/// this dim, few neighbours have to be compared.
 size_t most_divided_dim(const std::vector<Box>& boxes, size_t num_dims) {
   size_t best = 0;
   size_t most = 0;
@@ -75,7 +75,7 @@ bool tile(const std::vector<Box>& boxes, const std::vector<int64_t>& sizes) {
       return false;
     }
     for (size_t dim = 0; dim < sizes.size(); ++dim) {
-      // In this order nothing overflows.
+      // These comparisons cannot overflow, in this order.
       if (box.offsets[dim] < 0 || box.sizes[dim] < 0 || box.offsets[dim] > sizes[dim] ||
           box.sizes[dim] > sizes[dim] - box.offsets[dim]) {
         return false;
@@ -150,7 +150,7 @@ void for_each_run(
   if (box.numel() == 0) {
     return;
   }
-  // Dims behind `inner` are whole in all three, so that a run spans them.
+  // In the dims after `inner`, the box is as large as both blocks, so a run spans these dims.
   size_t inner = num_dims == 0 ? 0 : num_dims - 1;
   while (inner > 0 && box.sizes[inner] == from.sizes[inner] &&
          box.sizes[inner] == to.sizes[inner]) {

@@ -9,7 +9,7 @@
 
 namespace fsdp::detail {
 
-// Integer arithmetic of parts of tensors: no tensors, no files.
+// Integer arithmetic for parts of tensors. No tensors, no files.
 
 /// A rectangular part of a tensor.
 struct Box {
@@ -18,40 +18,41 @@ struct Box {
   bool operator==(const Box&) const = default;
 
   int64_t numel() const;
-  /// All of a tensor of `sizes`.
+  /// The box that covers a whole tensor of `sizes`.
   static Box whole(const std::vector<int64_t>& sizes);
 };
 
-/// What two boxes have in common, if anything. A scalar is one element.
+/// Returns the elements that both boxes contain, or nothing if there are none. Two boxes of a
+/// scalar always share its one element.
 std::optional<Box> intersection(const Box& first, const Box& second);
 
-/// Whether the boxes lie in a tensor of `sizes`, and each of its elements in
-/// exactly one of them.
+/// Returns true if the boxes lie in a tensor of `sizes`, and each of its elements lies in exactly
+/// one box.
 bool tile(const std::vector<Box>& boxes, const std::vector<int64_t>& sizes);
 
-/// A box of the whole tensor, and where it lies in a rank's local part.
+/// A box of the whole tensor, and the index `at` of its first element in a rank's local tensor.
 struct LocalBox {
   Box box;
   std::vector<int64_t> at;
   bool operator==(const LocalBox&) const = default;
 };
 
-/// What the rank at `coordinate` holds: one box, none, or, for a StridedShard
-/// that no later axes account for, several.
+/// Returns the boxes that the rank at `coordinate` holds: one, none if it holds no elements, or
+/// several if no later mesh axes multiply to the split factor of a StridedShard.
 std::vector<LocalBox> local_boxes(
     const std::vector<int64_t>& sizes,
     const std::vector<Placement>& placements,
     const std::vector<int64_t>& mesh_shape,
     const std::vector<int64_t>& coordinate);
 
-/// Elements in memory, in row-major order: their sizes, and which element of
-/// the whole tensor the first would be.
+/// A row-major array in memory. Its element at index i - origin is element i of the whole tensor.
 struct Block {
   std::vector<int64_t> origin;
   std::vector<int64_t> sizes;
 };
 
-/// `length` elements, at an index of one block and at one of another.
+/// `length` consecutive elements, which begin at index `from` of one block and at index `to` of
+/// another block.
 struct CopyRun {
   int64_t from = 0;
   int64_t to = 0;
@@ -59,8 +60,8 @@ struct CopyRun {
   bool operator==(const CopyRun&) const = default;
 };
 
-/// Calls `visit` for the elements of `box`, which both blocks contain, in as
-/// few runs as can be, with growing indices.
+/// Calls `visit` for the runs that the elements of `box` form in the two blocks. Both blocks must
+/// contain the box. The runs are as long as possible, and their indices grow.
 void for_each_run(
     const Box& box,
     const Block& from,

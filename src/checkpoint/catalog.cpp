@@ -18,8 +18,8 @@ namespace {
 constexpr const char* kIndexName = "model.safetensors.index.json";
 constexpr const char* kShardingInfo = "DCP_SHARDING_INFO";
 
-/// Where in the whole each tensor of a file of torch's distributed checkpoint
-/// lies; no entries for a file of whole tensors.
+/// Returns the offsets, in the whole tensors, of the pieces in a file of torch's distributed
+/// checkpoint, by name. Empty for a file of whole tensors.
 std::map<std::string, std::vector<int64_t>> sharding_info(
     const SafetensorsHeader& header, const std::string& file) {
   std::map<std::string, std::vector<int64_t>> result;
@@ -81,7 +81,7 @@ class Collector {
         CheckpointError, tensor.dtype == entry.dtype && tensor.sizes.size() == entry.sizes.size(),
         file, ", tensor '", entry.name, "': has another dtype or number of dims than in ",
         tensor.pieces.empty() ? file : tensor.pieces[0].file);
-    // Nothing says how large the whole is but where its pieces end.
+    // No file says how large the whole tensor is, so take the ends of its pieces.
     for (size_t dim = 0; dim < tensor.sizes.size(); ++dim) {
       tensor.sizes[dim] =
           std::max(tensor.sizes[dim], piece.box.offsets[dim] + piece.box.sizes[dim]);
@@ -101,8 +101,8 @@ Catalog open_indexed(const Path& folder) {
   const auto index = parse_json(read_text(file), file);
   const auto& map = json_field(index, "weight_map", file);
   FSDP_CHECK_AS(CheckpointError, map.is_object(), file, ": 'weight_map' is not an object");
-  std::map<std::string, std::string> files; // of the tensors
-  std::map<std::string, size_t> names;      // of the files
+  std::map<std::string, std::string> files; // by tensor
+  std::map<std::string, size_t> names;      // number of tensors by file
   for (const auto& [name, value] : map.items()) {
     files[name] = json_file_name(value, name.c_str(), file);
     ++names[files[name]];
@@ -124,8 +124,8 @@ Catalog open_indexed(const Path& folder) {
   return catalog;
 }
 
-/// Throws where the names, sorted, say that files are missing: without a manifest or
-/// an index nothing else does.
+/// Throws CheckpointError if the sorted `names` show that files are missing. Without a manifest or
+/// an index nothing else shows it.
 void check_names(const Path& folder, const std::vector<std::string>& names) {
   static const std::regex ours(R"(rank_\d{5,}(\.\d+)?\.safetensors)");
   static const std::regex numbered(R"(model-\d{5}-of-(\d{5})\.safetensors)");

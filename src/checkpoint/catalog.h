@@ -17,10 +17,10 @@ namespace fsdp::detail {
 
 /// A part of a tensor that lies in one file, row-major without gaps.
 struct StoredPiece {
-  std::string file; // in the checkpoint's folder
+  std::string file; // relative to the checkpoint's folder
   int64_t offset = 0;
   Box box;
-  std::vector<uint32_t> crcs; // CRC32C of each `kBlockBytes`; or none
+  std::vector<uint32_t> crcs; // CRC32C of each `kBlockBytes`; empty if unknown
 };
 
 struct StoredTensor {
@@ -32,23 +32,23 @@ struct StoredTensor {
 
 using StoredValue = std::variant<bool, int64_t, double, std::string>;
 
-/// Bytes under one checksum: reading any of them means reading all.
+/// The number of bytes under one checksum. To check one of these bytes, all of them must be read.
 inline constexpr int64_t kBlockBytes = int64_t{4} << 20;
 
-/// What a checkpoint holds, whoever wrote it.
+/// What a checkpoint contains, whether this library or another program wrote it.
 struct Catalog {
   Path folder;
-  std::shared_ptr<const Folder> opened; // the one that was there then
-  std::string id;                       // of the save; empty for files of others
-  int64_t time = 0;                     // when it was saved, in nanoseconds since 1970; 0: unknown
+  std::shared_ptr<const Folder> opened; // the folder that was at this path at first
+  std::string id;                       // of the save; empty without a manifest.json
+  int64_t time = 0;                     // of the save, in nanoseconds since 1970; 0 if unknown
   std::vector<StoredTensor> tensors;
   std::vector<std::pair<std::string, StoredValue>> values;
 
-  /// Null where there is none.
+  /// Return null if there is none.
   const StoredTensor* find_tensor(const std::string& name) const;
   const StoredValue* find_value(const std::string& name) const;
 
-  /// Makes the names findable; throws where one is there twice.
+  /// Builds the index that the find functions use. Throws CheckpointError if a name occurs twice.
   void index();
 
  private:
@@ -56,13 +56,13 @@ struct Catalog {
   std::unordered_map<std::string, size_t> value_index_;
 };
 
-/// From a folder with our manifest.json, a Hugging Face folder with an index, a
-/// folder of safetensors files (of whole tensors, or as torch's distributed
-/// checkpoint shards them), or one such file. Checks that each tensor is there
-/// exactly once, in files that are long enough; reads no tensor.
+/// Opens a folder with our manifest.json, a Hugging Face folder with an index, a folder of
+/// safetensors files (of whole tensors, or of shards as torch's distributed checkpoint writes
+/// them), or a single safetensors file. Throws CheckpointError if elements of a tensor are missing
+/// or stored twice, or if a file is too short. Reads no tensor data.
 Catalog open_catalog(const Path& path);
 
-/// Throws CheckpointError unless each tensor's pieces are all of it, once.
+/// Throw CheckpointError unless the pieces of a tensor hold each of its elements exactly once.
 void check_coverage(const Catalog& catalog);
 void check_coverage(const Catalog& catalog, const StoredTensor& tensor);
 

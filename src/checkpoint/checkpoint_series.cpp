@@ -34,7 +34,7 @@ Path step_path(const Path& root, int64_t step) {
   return root / name;
 }
 
-/// -1 for other names.
+/// Returns the step in a checkpoint's name; -1 for other names.
 int64_t step_of(const std::string& name) {
   const std::string prefix = kPrefix;
   if (name.compare(0, prefix.size(), prefix) != 0 || name.size() == prefix.size() ||
@@ -45,7 +45,7 @@ int64_t step_of(const std::string& name) {
   return std::stoll(name.substr(prefix.size()));
 }
 
-/// Names of checkpoints, complete or not, sorted.
+/// Returns the names of all checkpoints that have a manifest, sorted. They may be incomplete.
 std::vector<std::string> names_in(const Path& root) {
   auto names = detail::list_folder(root);
   std::erase_if(names, [&](const auto& name) {
@@ -54,7 +54,7 @@ std::vector<std::string> names_in(const Path& root) {
   return names;
 }
 
-/// The complete ones, by step.
+/// Returns the complete checkpoints, sorted by step.
 std::vector<Saved> complete_ones(const Path& root) {
   std::vector<Saved> found;
   for (const auto& name : names_in(root)) {
@@ -68,15 +68,15 @@ std::vector<Saved> complete_ones(const Path& root) {
   return found;
 }
 
-/// When a run goes back and continues from an earlier step, what it saves then is
-/// newer than what has larger steps; so by time.
+/// Sorts by time instead of by step: a run may go back to an earlier step, and then its new
+/// checkpoints have smaller steps than old ones.
 void sort_newest_first(std::vector<Saved>& saved) {
   std::sort(saved.begin(), saved.end(), [](const auto& a, const auto& b) {
     return a.time != b.time ? a.time > b.time : a.step > b.step;
   });
 }
 
-/// A symbolic link, so that ROOT/latest can be loaded as it is.
+/// Makes ROOT/latest a symbolic link to the checkpoint, so that ROOT/latest can be loaded.
 void set_latest(const Path& root, const Path& checkpoint) {
   const auto aside = root / "latest.aside";
   detail::remove_tree(aside);
@@ -87,7 +87,7 @@ void set_latest(const Path& root, const Path& checkpoint) {
   detail::sync_folder(root);
 }
 
-/// Away in one call: half a checkpoint must not be found under its name.
+/// Renames the checkpoint before removing it, so that nobody finds half a checkpoint.
 void remove_checkpoint(const Path& checkpoint) {
   const Path trash = checkpoint.string() + detail::kRemovedSuffix;
   detail::remove_tree(trash);
@@ -117,15 +117,16 @@ void rotate_once(const Path& root, const Path& checkpoint, const CheckpointSerie
   }
 }
 
-/// Rank 0, after a save. One saver at a time: whoever finds another at it leaves it to
-/// that one, who looks for more when the lock is free again.
+/// Sets ROOT/latest and removes old checkpoints, on rank 0 after a save. Only one saver does this
+/// at a time. If another saver holds the lock, this one leaves the work to the other
+/// saver, which looks for new checkpoints after it has released the lock.
 void rotate(const Path& root, const Path& checkpoint, const CheckpointSeriesOptions& options) {
   try {
     for (bool more = true; more;) {
       std::vector<std::string> seen;
       {
         const auto lock = detail::File::create(root / kLockName);
-        if (!lock.try_lock() && errno == EWOULDBLOCK) { // or locks are not to be had
+        if (!lock.try_lock() && errno == EWOULDBLOCK) { // other errors: no locks here
           return;
         }
         seen = names_in(root);
@@ -134,7 +135,7 @@ void rotate(const Path& root, const Path& checkpoint, const CheckpointSeriesOpti
       const auto now = names_in(root);
       more = !std::includes(seen.begin(), seen.end(), now.begin(), now.end());
     }
-  } catch (const std::exception&) { // the checkpoint is in place all the same
+  } catch (const std::exception&) { // the checkpoint itself is in place
     TORCH_WARN(
         "[CheckpointSeries] ", checkpoint.string(),
         " is saved, but what is older could not be tidied up: ", detail::current_exception_text());

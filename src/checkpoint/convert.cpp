@@ -18,7 +18,7 @@ namespace {
 
 using namespace detail;
 
-/// A tensor of the input, or a part of it, and where it goes.
+/// A box of an input tensor, and its entry in an output file.
 struct Item {
   const StoredTensor* source = nullptr;
   Box box;
@@ -27,11 +27,11 @@ struct Item {
 
 struct OutputFile {
   std::string name;
-  std::string start; // what comes before the tensors
+  std::string start; // the bytes before the tensors
   std::vector<Item> items;
 };
 
-/// What of the input is wanted.
+/// Keeps only the tensors and values whose whole names match `only`.
 Catalog select(Catalog catalog, const std::optional<std::string>& only) {
   if (!only) {
     return catalog;
@@ -67,8 +67,8 @@ std::vector<OutputFile> full_files(const HfLayout& layout, const Catalog& input)
   return files;
 }
 
-/// What rank `rank` writes of tensor number `number`: rows, as torch's chunk has
-/// them; tensors without rows take turns.
+/// Returns the rows of tensor `number` that `rank` writes, if any. Rows are divided as torch::chunk
+/// divides them. The ranks take turns with scalars and empty tensors.
 std::optional<Box> rows_of(const StoredTensor& tensor, size_t number, int rank, int num_ranks) {
   auto box = Box::whole(tensor.sizes);
   if (box.sizes.empty() || box.numel() == 0) {
@@ -115,7 +115,7 @@ std::vector<OutputFile> sharded_files(
   return files;
 }
 
-/// The input's tensors and values under their new names, without pieces.
+/// Returns the input's tensors and values with their new names and dtypes, without pieces.
 Catalog renamed(const Catalog& input, const NameRules& rename, const ConvertOptions& options) {
   Catalog output;
   for (const auto& tensor : input.tensors) {
@@ -141,7 +141,7 @@ Catalog renamed(const Catalog& input, const NameRules& rename, const ConvertOpti
   return output;
 }
 
-/// Returns where everything lies, for the manifest.
+/// Writes the output files. Returns the pieces of each tensor, for the manifest.
 std::map<std::string, std::vector<StoredPiece>> write_files(
     const std::vector<OutputFile>& files, const Catalog& input, const Path& folder) {
   Reader reader(input, /*verify=*/true);
@@ -150,7 +150,7 @@ std::map<std::string, std::vector<StoredPiece>> write_files(
     FileWriter file(folder / item.name, /*direct=*/false);
     file.append(item.start.data(), static_cast<int64_t>(item.start.size()));
     for (const auto& [source, box, entry] : item.items) {
-      // Of the target only its sizes count.
+      // The reader uses only the sizes of the local tensor, so it needs no memory.
       const LocalTensor target{
           at::empty(box.sizes, at::device(at::kMeta)),
           source->sizes,

@@ -15,7 +15,8 @@ constexpr uint32_t kPolynomial = 0x82f63b78; // reflected
 
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
-/// Table k advances a byte by k more bytes, so that eight are looked up at once.
+/// Table k maps a byte to the state after this byte and k zero bytes. With eight tables, eight
+/// bytes are looked up at once.
 constexpr Tables make_tables() {
   Tables tables{};
   for (uint32_t byte = 0; byte < 256; ++byte) {
@@ -39,12 +40,12 @@ constexpr Tables kTables = make_tables();
 #if defined(__x86_64__)
 constexpr size_t kStride = 8192; // bytes; a power of two
 
-/// What `kStride` bytes of zeros make of a state. That is linear in its bits, so
-/// it is looked up byte by byte.
+/// Maps a state to the state after `kStride` zero bytes. The map is linear in the bits of the
+/// state, so each byte of the state has its own table.
 class Skip {
  public:
   Skip() {
-    std::array<uint32_t, 32> after{}; // of each bit; first, after one byte
+    std::array<uint32_t, 32> after{}; // what each bit becomes, at first after one zero byte
     for (size_t bit = 0; bit < 32; ++bit) {
       const auto state = uint32_t{1} << bit;
       after[bit] = (state >> 8) ^ kTables[0][state & 0xff];
@@ -91,7 +92,8 @@ crc32c_by_instruction(const void* data, size_t size, uint32_t crc) {
   static const Skip skip;
   const auto* bytes = static_cast<const unsigned char*>(data);
   uint64_t state = ~crc;
-  // The instruction takes three cycles, but one can begin in each: three at a time.
+  // The instruction takes three cycles, but one can begin in every cycle. So three stretches are
+  // computed at once.
   for (; size >= 3 * kStride; size -= 3 * kStride, bytes += 3 * kStride) {
     uint64_t second = 0;
     uint64_t third = 0;

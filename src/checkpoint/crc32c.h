@@ -5,11 +5,11 @@
 
 namespace fsdp::detail {
 
-/// CRC-32C (Castagnoli) of `size` bytes, continuing from the `crc` of what came
-/// before. By the processor's own instruction where there is one.
+/// Returns the CRC-32C (Castagnoli) of `size` bytes. `crc` is the checksum of the bytes before
+/// them. Uses the processor's own instruction if there is one.
 uint32_t crc32c(const void* data, size_t size, uint32_t crc = 0);
 
-/// The same from tables: what runs elsewhere.
+/// Returns the same, computed with tables. For processors without the instruction.
 uint32_t crc32c_by_tables(const void* data, size_t size, uint32_t crc = 0);
 
 } // namespace fsdp::detail

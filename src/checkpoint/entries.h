@@ -13,48 +13,50 @@
 
 namespace fsdp::detail {
 
-/// What a key of a state dict stands for: a live tensor, or a number.
+/// A key of a state dict, and the live tensor or the number that it stands for.
 struct Entry {
   std::string key;
-  at::Tensor local = {};                                 // this rank's part of the tensor
-  std::optional<TensorSpec> spec = {};                   // none: every rank has all of it
-  StateDict::Value value = {};                           // where there is no tensor
-  std::function<void(const StateDict::Value&)> set = {}; // the same
-  const void* tensor = nullptr;                          // equal for two names of one
-  bool required = true;                                  // in a strict state dict
+  at::Tensor local = {};                                 // this rank's part; undefined for a number
+  std::optional<TensorSpec> spec = {};                   // none if every rank has the whole tensor
+  StateDict::Value value = {};                           // the number
+  std::function<void(const StateDict::Value&)> set = {}; // sets the number; may be empty
+  const void* tensor = nullptr; // equal for all names of a tied tensor; or null
+  bool required = true;         // a strict state dict must have the key
 };
 
-/// This rank's part of a parameter or buffer, whoever placed it.
+/// Returns the entry of a parameter or buffer, which fully_shard or parallelize_module may have
+/// placed.
 Entry entry_of(std::string key, const at::Tensor& live);
 
-/// The modules at and below show their shards, as to an optimizer. Where those are
-/// about to change, gathers of what they hold now are dropped.
+/// Reshards the modules at and below `module`, so that their parameters are shards. If the shards
+/// are `about_to_change`, drops gathers under way, which would bring the old values.
 void reshard_below(torch::nn::Module& module, bool about_to_change = false);
 
-/// A number of a state dict as one of another type that holds the same value. Throws
-/// ValueError that names the key.
+/// Converts a number of a state dict, or a tensor with one element, to T. Throws a ValueError that
+/// names the key if T cannot hold the value.
 template <class T>
 T number_as(const std::string& key, const StateDict::Value& value);
 
-/// The state dict of these entries. With full_state_dict collective.
+/// Returns the state dict of these entries. Collective with full_state_dict.
 StateDict read(
     const char* function, const std::vector<Entry>& entries, const StateDictOptions& options);
 
 // Note [How a state dict is set]
 //
-// 1. Where only rank 0's values count, it tells the others their keys, types and
-//    sizes, or why it cannot.
-// 2. Each rank compares that with what it has. Nothing is changed.
-// 3. The ranks tell each other whether all can: none is left waiting for one
-//    that threw, or that has other tensors to move.
-// 4. Values are copied, one tensor at a time.
+// 1. With broadcast_from_rank0, rank 0 sends the keys, types and sizes of its values to the other
+//    ranks, or the reason why it cannot.
+// 2. Each rank compares the state dict with its module or optimizer. Nothing is changed yet.
+// 3. The ranks tell each other whether the state dict fits, and which tensors have to be moved
+//    between ranks. So no rank waits for a rank that threw, or that moves other tensors.
+// 4. The values are copied, one tensor at a time.
 
 struct Filling {
   const char* function; // for messages
   torch::nn::Module& module;
-  /// Given the state dict, perhaps with tensors on meta; may throw.
+  /// Returns the entries to set. With broadcast_from_rank0, the tensors of its argument are on
+  /// meta. May throw.
   std::function<std::vector<Entry>(const StateDict&)> entries;
-  /// Called last.
+  /// Called when all values have been copied.
   std::function<void()> commit = [] {};
 };
 void fill(const Filling& filling, const StateDict& state, const StateDictOptions& options);

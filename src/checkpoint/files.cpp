@@ -177,8 +177,8 @@ void FileWriter::write_buffer() {
   try {
     file_.write(written_, buffer_.get(), buffered_);
   } catch (const CheckpointError&) {
-    // Some file systems refuse it only now. And after a part of it, on a full disk, the rest
-    // is no whole page.
+    // Some file systems refuse direct writes only now. On a full disk, a write may also stop within
+    // a page, after which the rest is not whole pages. So write again through the page cache.
     file_.set_direct(false);
     file_.write(written_, buffer_.get(), buffered_);
   }
@@ -300,7 +300,7 @@ void sync_folder(const Path& folder) {
   changing("fsync", folder);
   const auto path = folder.empty() ? Path(".") : folder;
   const Fd fd(open_or_throw(path, O_RDONLY | O_DIRECTORY, "opened"));
-  // Some file systems have nothing to sync here and say so.
+  // Some file systems cannot sync folders, and return EINVAL.
   if (fsync(fd.get()) != 0 && errno != EINVAL) {
     throw_system_error("synced", path, errno);
   }
@@ -318,7 +318,7 @@ std::string read_text(const Path& path, int64_t limit) {
 }
 
 void write_text(const Path& path, std::string_view text) {
-  // Ranks that are threads, and processes, may write the same name at once.
+  // Several threads or processes may write to `path` at once, so each has its own temporary file.
   static std::atomic<uint64_t> number{0};
   const Path aside = c10::str(path.string(), ".", getpid(), "-", number.fetch_add(1), ".aside");
   try {

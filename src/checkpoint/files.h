@@ -14,38 +14,39 @@
 
 namespace fsdp::detail {
 
-// Files and folders by system calls, whose every failure is a CheckpointError
-// that names the file. Not std::filesystem's: some torch builds export copies of
-// its functions that crash, and it cannot sync.
+// Files and folders by system calls. If a call fails, throws a CheckpointError that names the
+// file. The functions of std::filesystem are not used: some torch builds export copies of them
+// that crash, and std::filesystem cannot sync.
 
 using Path = std::filesystem::path;
 
 /// An open file.
 class File {
  public:
-  /// For reading. Throws where it is no file: to open a pipe might be to wait.
+  /// Opens a regular file for reading. Throws for anything else, and does not block on a pipe.
   static File open(const Path& path);
-  /// Makes it, or opens the one that is there, for writing.
+  /// Opens a file for writing and keeps its contents. Makes the file if it does not exist.
   static File create(const Path& path);
 
   const Path& path() const {
     return path_;
   }
   int64_t size() const;
-  /// The same as long as nobody writes to it or puts another one in its place.
+  /// Changes if somebody writes to the file, or puts another file in its place.
   using Version = std::array<int64_t, 5>;
   Version version() const;
-  /// All of it, or an error that says how much is missing.
+  /// Reads exactly `size` bytes. Throws CheckpointError if the file ends before.
   void read(int64_t offset, void* data, int64_t size) const;
   void write(int64_t offset, const void* data, int64_t size) const;
   void resize(int64_t size) const;
   void sync() const;
-  /// A hint: the disk may begin with these bytes, so that `sync` has less to wait for.
+  /// A hint: the system may begin to write these bytes to the disk, so that `sync` takes less time.
   void begin_sync(int64_t offset, int64_t size) const;
-  /// Whether writes pass by the page cache from now on, which must be of whole, aligned
-  /// pages then; false where that is not to be had.
+  /// Sets whether writes bypass the page cache. Such writes must be of whole, aligned pages.
+  /// Returns false if the file system does not support them.
   bool set_direct(bool direct) const;
-  /// Whether nobody else holds the lock; then this file does until it is closed.
+  /// Locks the file until it is closed. Returns false and sets errno if it cannot: to EWOULDBLOCK
+  /// if somebody else holds the lock.
   bool try_lock() const;
 
  private:
@@ -58,12 +59,12 @@ class File {
 /// Writes a file from its first byte to its last.
 class FileWriter {
  public:
-  /// `direct`: past the page cache, where that can be. It takes a fraction of the
-  /// processor's time, but who reads the file next has to wait for the disk.
+  /// `direct`: bypass the page cache if possible. This takes a fraction of the processor's time,
+  /// but the next reader of the file has to wait for the disk.
   FileWriter(const Path& path, bool direct);
 
   void append(const void* data, int64_t size);
-  /// The rest, synced.
+  /// Writes the rest of the data, and syncs the file.
   void finish();
 
  private:
@@ -71,17 +72,17 @@ class FileWriter {
 
   File file_;
   int64_t written_ = 0;
-  int64_t begun_ = 0;                                                       // to be synced
-  std::unique_ptr<char, decltype(&std::free)> buffer_{nullptr, &std::free}; // where direct
+  int64_t begun_ = 0; // up to here begin_sync was called
+  std::unique_ptr<char, decltype(&std::free)> buffer_{nullptr, &std::free}; // if direct
   int64_t buffered_ = 0;
 };
 
-/// A folder that was at a path, held open: it stays the same, whatever the path leads to.
+/// Holds the folder at a path open, to find out whether another folder has taken its place.
 class Folder {
  public:
   explicit Folder(const Path& path);
-  /// Throws where the path leads to another one by now. To be called after a file was
-  /// opened by that path, and before it is trusted.
+  /// Throws CheckpointError if the path leads to another folder by now. Call this after a file in
+  /// the folder was opened, and before the file is trusted.
   void check_not_replaced() const;
 
  private:
@@ -91,31 +92,31 @@ class Folder {
 
 bool path_exists(const Path& path);
 bool is_folder(const Path& path);
-/// A symbolic link.
+/// Returns true if the path itself is a symbolic link.
 bool is_link(const Path& path);
-/// Names in a folder, sorted; none where there is no folder.
+/// Returns the names in a folder, sorted. Empty if there is no such folder.
 std::vector<std::string> list_folder(const Path& folder);
-/// The newest change of the file, or of anything in the folder, in seconds; 0
-/// where it is gone.
+/// Returns when the file, or anything in the folder, was last changed, in seconds since 1970. 0 if
+/// the path does not exist.
 int64_t changed_at(const Path& path);
 
-/// Fine where it is there already.
+/// It is no error if the folder exists already.
 void make_folder(const Path& folder);
-/// With the folders above it, and such that they last.
+/// Makes the folder and its parents, and syncs them, so that they survive a crash.
 void make_folders(const Path& folder);
-/// A folder with all that is in it, or a file. What is gone already is fine.
+/// Removes a file, or a folder with its contents. It is no error if they do not exist.
 void remove_tree(const Path& path);
 void rename_path(const Path& from, const Path& to);
-/// Makes the names in a folder last.
+/// Syncs the names in a folder, so that new and changed ones survive a crash.
 void sync_folder(const Path& folder);
 
-/// Throws for files of more than `limit` bytes.
+/// Throws CheckpointError if the file has more than `limit` bytes.
 std::string read_text(const Path& path, int64_t limit = int64_t{1} << 30);
-/// Written aside, synced and renamed: readers see all of it or none.
+/// Writes and syncs a temporary file, then renames it: readers never see a part of the text.
 void write_text(const Path& path, std::string_view text);
 
-/// For tests: called before everything that changes the file system, in the
-/// words of strace ("write", "rename"), with the path. May throw, or never return.
+/// For tests: called before system calls that change the file system, with the name of the call as
+/// strace shows it ("write", "rename") and the path. May throw, or never return.
 extern std::function<void(const char* operation, const Path& path)> before_change;
 
 [[noreturn]] void throw_system_error(const char* doing, const Path& path, int error);

@@ -18,7 +18,7 @@ namespace {
 using nlohmann::json;
 using Value = StateDict::Value;
 
-/// Of a tensor its dtype and sizes, other values as they are.
+/// Returns the dtype and sizes of a tensor, and other values as they are.
 json described(const std::string& key, const Value& value) {
   TORCH_CHECK_VALUE(
       !std::holds_alternative<DTensor>(value), "'", key,
@@ -55,10 +55,10 @@ Value value_of(const json& description) {
   return description.get<std::string>();
 }
 
-/// Not as text: that has no NaN, and no strings but UTF-8.
+/// Sends MessagePack: JSON text cannot hold NaN, or strings that are not UTF-8.
 json json_from_rank_0(const json& value) {
   const auto bytes = json::to_msgpack(value);
-  const auto options = at::device(at::kCPU); // named because of MetaInit
+  const auto options = at::device(at::kCPU); // without a device, MetaInit would choose meta
   const auto size = static_cast<int64_t>(bytes.size());
   const auto length = from_rank_0(at::full({1}, size, options.dtype(at::kLong))).item<int64_t>();
   auto sent = at::empty({length}, options.dtype(at::kByte));
@@ -78,7 +78,7 @@ bool is_rank_0() {
 
 at::Tensor from_rank_0(const at::Tensor& tensor) {
   auto sent = tensor.to(world_device()).contiguous();
-  if (sent.numel() > 0) { // bytes: backends do not know all dtypes
+  if (sent.numel() > 0) { // as bytes: backends do not support all dtypes
     default_group().broadcast(sent.view(-1).view(at::kByte), 0);
   }
   return sent;

@@ -6,15 +6,15 @@
 
 namespace fsdp::detail {
 
-// What only rank 0 has, for all ranks of the world.
+// Sends data that only rank 0 has to all ranks of the world.
 
-/// True where there is no world.
+/// True without a process group too.
 bool is_rank_0();
 
-/// Rank 0's tensor; the others bring one of the same sizes and dtype. Collective.
+/// Returns rank 0's tensor. The other ranks pass a tensor of the same sizes and dtype. Collective.
 at::Tensor from_rank_0(const at::Tensor& tensor);
-/// Rank 0's state dict with its tensors on meta. Collective; throws on every rank
-/// where rank 0 has what cannot be sent.
+/// Returns rank 0's state dict with its tensors on meta. Throws ValueError on every rank if rank 0
+/// has a value that cannot be sent. Collective.
 StateDict description_from_rank_0(const char* function, const StateDict& state);
 
 } // namespace fsdp::detail

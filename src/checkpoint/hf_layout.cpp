@@ -13,7 +13,7 @@ HfLayout make_hf_layout(
     int64_t max_file_bytes,
     std::optional<at::ScalarType> dtype) {
   HfLayout layout;
-  std::map<std::string, std::string> ours; // by the names in the files
+  std::map<std::string, std::string> ours; // name in the files to name in the catalog
   int64_t file_bytes = 0;
   for (const auto& tensor : catalog.tensors) {
     SafetensorsEntry entry{rename(tensor.name), tensor.dtype, tensor.sizes};

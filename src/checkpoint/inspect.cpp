@@ -24,7 +24,7 @@ bool has_files(const Path& folder) {
   return false;
 }
 
-/// What ROOT/latest of a series names; empty where there is no such link.
+/// Returns the checkpoint that ROOT/latest of a series leads to. Empty if there is no such link.
 Path latest_link(const Path& root) {
   char target[4096];
   const auto length = readlink((root / "latest").c_str(), target, sizeof(target));
@@ -38,8 +38,8 @@ Path find_checkpoint(const Path& path) {
   if (!is_folder(path) || has_files(path)) {
     return path;
   }
-  // What the link names, and not the newest that is complete: where that one is
-  // damaged, it has to be said rather than passed over.
+  // Take the checkpoint that the link names, not the newest complete one: if it is damaged, the
+  // user must learn of it.
   if (const auto latest = latest_link(path); !latest.empty()) {
     return latest;
   }

@@ -11,11 +11,11 @@ using nlohmann::json;
 
 json parse_json(std::string_view text, const std::string& file) {
   constexpr int kMaxDepth = 32;
-  // The parser takes it for the end, and what follows would be passed over.
+  // The parser takes a zero byte for the end of the text, and would ignore what follows.
   FSDP_CHECK_AS(
       CheckpointError, text.find('\0') == std::string_view::npos, file,
       ": its JSON is broken: there is a zero byte in it");
-  std::vector<std::set<std::string>> keys; // of the objects that are open
+  std::vector<std::set<std::string>> keys; // of each object that is being parsed
   const auto check = [&](int depth, json::parse_event_t event, json& parsed) {
     FSDP_CHECK_AS(CheckpointError, depth <= kMaxDepth, file, ": its JSON is nested too deep");
     if (event == json::parse_event_t::object_start) {

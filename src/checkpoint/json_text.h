@@ -9,8 +9,8 @@
 
 namespace fsdp::detail {
 
-// JSON from files that may be wrong in any way: every function throws
-// CheckpointError that names `file`.
+// Reads and writes the JSON in files. A file may be damaged in any way, so every function throws a
+// CheckpointError that names `file` if something is wrong.
 
 /// Refuses duplicate keys, which the parser would merge, and deep nesting.
 nlohmann::json parse_json(std::string_view text, const std::string& file);
@@ -20,9 +20,9 @@ std::string json_text(const nlohmann::json& value, const std::string& file);
 const nlohmann::json& json_field(
     const nlohmann::json& object, const char* key, const std::string& file);
 std::string json_string(const nlohmann::json& value, const char* what, const std::string& file);
-/// A string that names a file in the same folder.
+/// A string that must be the name of a file in the same folder.
 std::string json_file_name(const nlohmann::json& value, const char* what, const std::string& file);
-/// A number that is no less than 0 and fits.
+/// A whole number that must not be negative and must fit int64_t.
 int64_t json_size(const nlohmann::json& value, const char* what, const std::string& file);
 std::vector<int64_t> json_sizes(
     const nlohmann::json& value, const char* what, const std::string& file);

@@ -17,13 +17,13 @@ namespace fsdp {
 
 namespace {
 
-/// A key of the state dict, and what it is filled from: one of the last two.
+/// A key of the state dict, and what it is filled from: either `tensor` or `value`.
 struct Source {
   const std::string* key = nullptr;
   std::optional<detail::LocalTensor> target;
   const detail::StoredTensor* tensor = nullptr;
   const detail::StoredValue* value = nullptr;
-  at::Tensor kept = {}; // what was read, where it cannot go straight to the target
+  at::Tensor kept = {}; // what was read, if it cannot be read directly into the target
 };
 
 bool is_partial(const StateDict::Value& value) {
@@ -33,7 +33,8 @@ bool is_partial(const StateDict::Value& value) {
                        [](const auto& item) { return std::holds_alternative<Partial>(item); });
 }
 
-/// Everything that can be known to be wrong before anything is read.
+/// Returns the source of each key. Throws CheckpointError for everything that can be found to be
+/// wrong before tensor data is read.
 std::vector<Source> find_sources(
     const StateDict& state, const detail::Catalog& catalog, const LoadOptions& options) {
   const detail::NameRules rename(options.names);
@@ -85,16 +86,17 @@ std::vector<Source> find_sources(
   return sources;
 }
 
-/// Whether the file's bytes are those that the tensor has in memory.
+/// Returns true if the bytes in the file can be read directly into the tensor's memory.
 bool goes_straight(const Source& source) {
   const auto& local = source.target->local;
   return local.is_cpu() && local.is_contiguous() && !local.is_conj() && !local.is_neg() &&
          local.scalar_type() == source.tensor->dtype;
 }
 
-/// A rank's load: all that can fail when it is made, changes by `finish`. What goes
-/// straight into the live tensors is read twice, from the page cache the second time:
-/// quicker than to keep a copy, and without its memory. Others are kept.
+/// A rank's load. The constructor reads and checks everything, then `finish` changes the tensors.
+/// Data that can be read directly into the live tensors is read twice, the second time from the
+/// page cache: this is faster than a copy in between, and needs no memory for it. Other data is
+/// kept until `finish`.
 class Loading {
  public:
   Loading(const StateDict& state, const std::filesystem::path& path, const LoadOptions& options)
@@ -105,7 +107,7 @@ class Loading {
       if (source.target && goes_straight(source)) {
         reader_.check(*source.tensor, *source.target);
       } else if (source.target) {
-        // In its own dtype at once: the file's may be larger.
+        // Convert the dtype at once: the dtype in the file may need more memory.
         source.kept =
             reader_.read(*source.tensor, *source.target).to(source.target->local.scalar_type());
       }
@@ -120,7 +122,7 @@ class Loading {
     for (auto& source : sources_) {
       if (source.kept.defined()) {
         source.target->local.detach().copy_(source.kept);
-        source.kept = at::Tensor(); // as soon as it can be
+        source.kept = at::Tensor(); // free its memory at once
       } else if (source.target) {
         const auto live = source.target->local.detach();
         reader_.read_checked(*source.tensor, *source.target, live.mutable_data_ptr());
@@ -137,7 +139,8 @@ class Loading {
   std::vector<Source> sources_;
 };
 
-/// What one rank throws, all do.
+/// If `body` throws on one rank, throws CheckpointError on all ranks, with `consequence` before the
+/// error. Collective.
 template <class F>
 void fail_together(const char* consequence, F body) {
   std::string error;
@@ -160,10 +163,10 @@ void fail_together(const char* consequence, F body) {
 
 void load(StateDict& state, const std::filesystem::path& path, const LoadOptions& options) {
   at::NoGradGuard no_grad;
-  // An async_save may have failed, or be what is loaded, and lies there when rank 0 is done.
+  // An async_save may still be writing the checkpoint to load, or may have failed.
   fail_together("", detail::finish_previous_save);
   std::optional<Loading> loading;
-  // Nothing is changed anywhere before everybody has everything.
+  // No rank changes anything before all ranks have read and checked everything.
   fail_together("", [&] { loading.emplace(state, path, options); });
   const auto ids = detail::gather_texts(loading->id());
   for (size_t rank = 0; rank < ids.size(); ++rank) {
@@ -171,7 +174,7 @@ void load(StateDict& state, const std::filesystem::path& path, const LoadOptions
         CheckpointError, ids[rank] == ids[0], path.string(), ": rank ", rank,
         " read another checkpoint than rank 0: it was replaced meanwhile");
   }
-  // A file may still break between the two reads.
+  // A file may still be changed or damaged between the two reads.
   fail_together(
       "the tensors are partly loaded, load them again: ", [&] { loading->finish(state); });
 }

@@ -22,7 +22,7 @@ json value_json(const StoredValue& value) {
   return std::visit(
       [](const auto& held) -> json {
         if constexpr (std::is_same_v<std::decay_t<decltype(held)>, double>) {
-          if (!std::isfinite(held)) { // JSON has no such numbers
+          if (!std::isfinite(held)) { // JSON has neither NaN nor infinity
             return {{"double", std::isnan(held) ? "nan" : held > 0 ? "inf" : "-inf"}};
           }
         }
@@ -62,7 +62,7 @@ StoredPiece parse_piece(const json& value, const StoredTensor& tensor, const std
   piece.offset = json_size(json_field(value, "offset", where), "offset", where);
   piece.box.offsets = json_sizes(json_field(value, "offsets", where), "offsets", where);
   piece.box.sizes = json_sizes(json_field(value, "sizes", where), "sizes", where);
-  // Bytes are computed from the sizes, so these must be right before.
+  // Check the sizes first: the number of bytes is computed from them below.
   FSDP_CHECK_AS(
       CheckpointError,
       piece.box.sizes.size() == tensor.sizes.size() && tensor_bytes(piece.box.sizes, tensor.dtype),

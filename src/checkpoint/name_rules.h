@@ -7,7 +7,7 @@
 
 namespace fsdp::detail {
 
-/// Applies rules to names; throws ConfigError for a rule that is no regular expression.
+/// Applies rules to names. Throws ConfigError if a rule is not a regular expression.
 class NameRules {
  public:
   explicit NameRules(const std::vector<NameRule>& rules);
@@ -15,7 +15,7 @@ class NameRules {
   NameRules(const NameRules&) = delete;
   NameRules& operator=(const NameRules&) = delete;
 
-  /// By the first rule that matches all of `name`; without any, the name itself.
+  /// Renames by the first rule that matches all of `name`. Returns `name` if no rule matches.
   std::string operator()(const std::string& name) const;
 
  private:

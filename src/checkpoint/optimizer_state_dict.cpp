@@ -25,9 +25,10 @@ namespace optim = torch::optim;
 
 // ------------------------------------------------------------ Optimizers
 //
-// What each keeps, under Python's names. `hyper(name, value)` sees an option,
-// `number(name, value)` a number of the state, `tensor(name, tensor, used, start)`
-// one as large as the parameter, which begins as `start` once it is used.
+// What each optimizer keeps, under Python's names. `hyper(name, value)` is called for each option,
+// `number(name, value)` for each number of the state, and `tensor(name, tensor, used, start)` for
+// each tensor of the state, which has the sizes of the parameter. `used` says whether these options
+// need the tensor. A new tensor is filled with `start`.
 
 template <class Optimizer, class OptionsType, class StateType>
 struct AdamKind {
@@ -103,7 +104,8 @@ struct AdagradKind {
   }
 };
 
-/// Calls `use` with the kind of the optimizer; fsdp::optim's are kinds of torch's.
+/// Calls `use` with the kind of the optimizer. The optimizers of fsdp::optim derive from torch's,
+/// so they have the same kinds.
 template <class Use>
 void with_kind_of(const char* function, optim::Optimizer& optimizer, Use use) {
   const auto try_one = [&]<class Kind>(Kind kind) {
@@ -131,7 +133,7 @@ struct Named {
   size_t group;
 };
 
-/// The optimizer's parameters, each once, by their first names in the module.
+/// Returns the optimizer's parameters, each once, with their first names in the module.
 std::vector<Named> named_params(
     const char* function, torch::nn::Module& module, optim::Optimizer& optimizer) {
   std::unordered_map<const at::TensorImpl*, std::string> names;
@@ -159,12 +161,13 @@ std::vector<Named> named_params(
 
 // ------------------------------------------------------------ Entries
 
-/// What is to become of an optimizer: its options and states, changed in copies
-/// that share the tensors which exist.
+/// Copies of an optimizer's options and states, which are changed before `commit` puts them into
+/// the optimizer. The copies share the optimizer's tensors.
 template <class Kind>
 class Copies {
  public:
-  /// `given`: the state dict to be set, in which frozen ones may be missing.
+  /// `given`: the state dict to set, or null to get one. With `ignore_frozen`, the keys of frozen
+  /// parameters may be missing in it.
   Copies(
       const char* function, optim::Optimizer& optimizer, const StateDict* given, bool ignore_frozen)
       : function_(function), optimizer_(optimizer), given_(given), ignore_frozen_(ignore_frozen) {}
@@ -173,7 +176,7 @@ class Copies {
     for (const auto& group : optimizer_.param_groups()) {
       options_.push_back(dynamic_cast<const typename Kind::Options&>(group.options()));
     }
-    std::vector<Entry> hypers; // first: they say which state is used
+    std::vector<Entry> hypers; // first, because they decide which state is used
     for (const auto& param : params) {
       add_hypers(param, hypers);
     }
@@ -185,7 +188,8 @@ class Copies {
     return entries;
   }
 
-  /// In place: others may hold on to a group's options.
+  /// Puts the copies into the optimizer. Assigns options in place: others may hold references to
+  /// them.
   void commit() {
     for (size_t group = 0; group < options_.size(); ++group) {
       dynamic_cast<typename Kind::Options&>(optimizer_.param_groups()[group].options()) =
@@ -271,7 +275,7 @@ class Copies {
   std::vector<typename Kind::Options> options_;
   std::map<std::pair<size_t, std::string>, std::string> set_by_;
   std::deque<typename Kind::State> kept_;
-  std::vector<std::pair<void*, typename Kind::State&>> states_; // those to be put there
+  std::vector<std::pair<void*, typename Kind::State&>> states_; // for `commit`
 };
 
 } // namespace

@@ -20,7 +20,7 @@ using nlohmann::json;
 
 constexpr const char* kWhere = "[save]";
 
-/// The meshes of a state dict, by number.
+/// Numbers the meshes of a state dict, in the order of their first use.
 class Meshes {
  public:
   size_t number(const DeviceMesh& mesh) {
@@ -43,7 +43,7 @@ json describe(const std::string& key, const StateDict::Value& value, Meshes& mes
   const auto where = c10::str(kWhere, " '", key, "'");
   const auto tensor = local_tensor(value);
   if (!tensor) {
-    return {{"key", key}}; // values may differ: that of the first rank counts
+    return {{"key", key}}; // values may differ: the first rank's is saved
   }
   FSDP_CHECK_AS(CheckpointError, tensor->local.defined(), where, ": an undefined tensor");
   FSDP_CHECK_AS(
@@ -69,13 +69,13 @@ json describe(const std::string& key, const StateDict::Value& value, Meshes& mes
   return result;
 }
 
-/// A rank that has a key, and the number of the tensor's mesh there.
+/// A rank that has a key, and the number that this rank gave to the tensor's mesh.
 struct Holder {
   int rank = 0;
   size_t mesh = 0;
 };
 
-/// All keys of all ranks, in the order of the first rank that has each.
+/// All keys of all ranks: the keys of rank 0, then further keys of rank 1, and so on.
 struct Merged {
   std::vector<json> items;
   std::vector<std::vector<Holder>> holders;
@@ -89,7 +89,7 @@ Merged merge(const std::vector<std::string>& lists, int world_size) {
     for (auto& item : parse_json(lists[static_cast<size_t>(rank)], kWhere)) {
       const auto key = item.at("key").get<std::string>();
       const auto mesh = item.value("mesh", size_t{0});
-      item.erase("mesh"); // each rank numbers its own
+      item.erase("mesh"); // each rank has its own numbers
       const auto [place, is_new] = merged.index.emplace(key, merged.items.size());
       if (is_new) {
         merged.items.push_back(item);
@@ -109,7 +109,7 @@ Merged merge(const std::vector<std::string>& lists, int world_size) {
   return merged;
 }
 
-/// Those that hold the same part of the tensor as this rank.
+/// Returns the ranks that hold the same part of the tensor as this rank.
 std::vector<Holder> holders_of_part(
     const DTensor& spread,
     const std::vector<Holder>& holders,
@@ -132,7 +132,8 @@ std::vector<Holder> holders_of_part(
   return result;
 }
 
-/// Of each tensor, where in all the bytes of its placement its middle is, from 0 to 1.
+/// Returns for each tensor the position of its middle among the bytes of all tensors with the same
+/// placement, from 0 to 1.
 std::vector<double> shares(const std::vector<json>& items) {
   std::map<std::string, int64_t> totals;
   std::vector<std::string> placements;
@@ -161,7 +162,7 @@ std::vector<double> shares(const std::vector<json>& items) {
 void add_parts(const std::string& key, const LocalTensor& tensor, std::vector<Part>& parts) {
   for (const auto& [box, at] : tensor.boxes) {
     auto data = tensor.local.detach();
-    if (box.numel() == 0) { // the whole is empty; the local part may have other sizes
+    if (box.numel() == 0) { // the whole tensor is empty; the local part may have other sizes
       data = at::empty(box.sizes, data.options());
     }
     for (size_t dim = 0; dim < at.size(); ++dim) {
@@ -197,7 +198,7 @@ std::optional<LocalTensor> local_tensor(const StateDict::Value& value) {
     const auto& mesh = spread->device_mesh();
     auto boxes = local_boxes(
         spread->sizes().vec(), spread->placements(), mesh.shape(), mesh.get_coordinate());
-    // An empty tensor is one empty piece, so that it is in the file.
+    // An empty tensor gets one empty piece, so that it is in a file.
     if (boxes.empty() && spread->numel() == 0) {
       const auto box = Box::whole(spread->sizes().vec());
       boxes.push_back({box, box.offsets});

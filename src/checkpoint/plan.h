@@ -17,51 +17,50 @@ namespace fsdp::detail {
 struct Part {
   std::string name;
   Box box;
-  at::Tensor data; // of the box; on any device, contiguous or not
+  at::Tensor data; // elements of the box, on any device, contiguous or not
 };
 
-/// What is saved, and this rank's share of it.
+/// What the ranks save, and which parts of it this rank writes.
 struct SavePlan {
-  Catalog catalog; // all tensors of all ranks, without pieces, and all values
+  Catalog catalog; // all tensors of all ranks, without pieces, and the values that this rank writes
   std::vector<Part> parts;
 };
 
-/// A tensor of a state dict on this rank: its local part, and which boxes of the
-/// whole that is.
+/// A tensor of a state dict on this rank: its local part, and the boxes of the whole tensor that
+/// make up this part.
 struct LocalTensor {
   at::Tensor local;
-  std::vector<int64_t> sizes; // of the whole
+  std::vector<int64_t> sizes; // of the whole tensor
   std::vector<LocalBox> boxes;
 };
-/// Null for a value that is no tensor.
+/// Returns nothing if the value is not a tensor.
 std::optional<LocalTensor> local_tensor(const StateDict::Value& value);
 
 // Note [Who writes what]
 //
-// Each part of each tensor is written by one rank. Those that hold the same part
-// of it (along replicated mesh axes, in other slices of a mesh, or all ranks for
-// a plain tensor) share these tensors in their order, each as many bytes: the first
-// of two ranks the first half. Counted for tensors of each placement on their own, as
-// others have other ranks to share them.
+// Each part of a tensor is written by one rank. Several ranks may hold the same part: ranks along
+// replicated mesh axes, ranks in other slices of a mesh, or all ranks for a plain tensor. They
+// divide the tensors among them: each rank writes tensors that are neighbours in the state dict,
+// and about the same number of bytes. For example, the first of two ranks writes the first half.
+// Each placement is divided separately, because its parts are held by different sets of ranks.
 //
-// The ranks may bring different keys: a pipeline's stages do, each rank's random
-// state is a key of its own, and full state dicts are empty but on rank 0. What
-// each has is compared by a checksum; only where these differ the lists are
-// exchanged.
+// The ranks may have different keys. The stages of a pipeline do, and a full state dict is empty
+// except on rank 0. So the ranks compare checksums of their lists of keys. They exchange the lists
+// only if the checksums differ.
 
 /// What a rank tells the others before a save.
 struct PlanRequest {
-  std::string list;   // its keys, with dtype, shape and placement: JSON
-  std::string places; // its place in each mesh, in the order of their first use: JSON
+  std::string list;   // JSON: its keys, with dtype, shape and placement
+  std::string places; // JSON: its place in each mesh, in the order of their first use
 
-  /// Equal on ranks that bring the same keys in the same form.
+  /// Equal on ranks that have the same list.
   std::string checksum() const;
 };
 
-/// Throws CheckpointError where a tensor cannot be saved.
+/// Throws CheckpointError if a tensor cannot be saved.
 PlanRequest make_request(const StateDict& state);
 
-/// `lists` are those of all ranks, or a single one if all are equal; `places` those
+/// `lists` are the lists of all ranks, or a single list if all are equal. `places` are the places
 /// of all ranks.
 SavePlan make_plan(
     const StateDict& state,

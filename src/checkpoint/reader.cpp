@@ -13,7 +13,7 @@ namespace fsdp::detail {
 
 namespace {
 
-// Bytes between two runs that are read rather than skipped by another call.
+// Two runs with a gap of at most this many bytes between them are read by one call.
 constexpr int64_t kMaxGap = 64 << 10;
 
 } // namespace
@@ -35,7 +35,7 @@ const File& Reader::file(const std::string& name) {
   return found->second;
 }
 
-/// `copies` lie in one block, in order. Without `memory` nothing is copied.
+/// `copies` must lie in one block, in order. If `memory` is null, nothing is copied.
 void Reader::read_block(
     const StoredTensor& stored,
     const StoredPiece& piece,
@@ -44,7 +44,7 @@ void Reader::read_block(
     char* memory) {
   const auto piece_bytes = *tensor_bytes(piece.box.sizes, stored.dtype);
   const auto number = copies[0].from / kBlockBytes;
-  // All of the block to check it, else from the first to the last that is needed.
+  // A checksum needs the whole block. Without a checksum, read from the first to the last copy.
   const auto begin = check ? number * kBlockBytes : copies.front().from;
   const auto end =
       check ? std::min(begin + kBlockBytes, piece_bytes) : copies.back().from + copies.back().bytes;
@@ -110,7 +110,7 @@ void Reader::visit(
       };
       for_each_run(*common, {piece.box.offsets, piece.box.sizes}, local, [&](const CopyRun& run) {
         Copy left{run.from * element_bytes, run.to * element_bytes, run.length * element_bytes};
-        while (left.bytes > 0) { // by blocks
+        while (left.bytes > 0) { // one block at a time
           const auto number = left.from / kBlockBytes;
           const bool far = !copies.empty() && !check &&
                            left.from - (copies.back().from + copies.back().bytes) > kMaxGap;

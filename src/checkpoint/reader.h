@@ -11,24 +11,25 @@
 
 namespace fsdp::detail {
 
-/// Reads parts of a checkpoint's tensors: the bytes that are needed; with checksums,
-/// the blocks that these lie in.
+/// Reads parts of a checkpoint's tensors. Without checksums it reads the bytes that are needed and
+/// small gaps between them; with checksums, the whole blocks that contain these bytes.
 class Reader {
  public:
-  /// `verify`: compares checksums, where the catalog has them.
+  /// `verify`: whether to compare checksums, if the catalog has them.
   Reader(const Catalog& catalog, bool verify) : catalog_(catalog), verify_(verify) {}
 
-  /// Reads what of `stored` the rank holds as `target`, and keeps nothing of it.
+  /// Reads the part of `stored` that `target` describes, to find errors. Keeps nothing.
   void check(const StoredTensor& stored, const LocalTensor& target);
-  /// The same, in host memory, the file's dtype and the local part's sizes.
+  /// Returns this part in host memory, with the dtype in the file and the sizes of `target.local`.
   at::Tensor read(const StoredTensor& stored, const LocalTensor& target);
-  /// What was checked before, into memory for it; its files must still be the same.
+  /// Reads a part into `memory` that `check` has read before. Does not compare checksums. Throws
+  /// CheckpointError if a file has changed since.
   void read_checked(const StoredTensor& stored, const LocalTensor& target, void* memory);
 
  private:
   struct Copy {
-    int64_t from = 0; // in the piece, in bytes
-    int64_t to = 0;   // in the memory
+    int64_t from = 0; // byte in the piece
+    int64_t to = 0;   // byte in the memory
     int64_t bytes = 0;
   };
 

@@ -15,7 +15,7 @@ namespace {
 using nlohmann::json;
 
 constexpr int64_t kLengthBytes = 8;
-constexpr int64_t kMaxHeaderBytes = 100'000'000; // as the reference implementation
+constexpr int64_t kMaxHeaderBytes = 100'000'000; // the limit of the reference implementation
 constexpr int64_t kAlignment = 8;
 constexpr const char* kMetadata = "__metadata__";
 
@@ -90,7 +90,8 @@ at::ScalarType dtype_of(const std::string& name, const std::string& where) {
 }
 
 std::optional<int64_t> tensor_bytes(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
-  // Also with a size of 0 the others must not overflow: strides are made of them.
+  // Even if one size is 0, the product of the others must not overflow: strides are computed from
+  // them.
   auto bytes = static_cast<int64_t>(c10::elementSize(dtype));
   bool empty = false;
   for (const auto size : sizes) {
@@ -176,7 +177,7 @@ SafetensorsHeader read_safetensors(const File& file) {
 }
 
 std::string layout_safetensors(SafetensorsHeader& header, const std::string& file) {
-  // There may be no gaps, so what needs the largest alignment comes first.
+  // There may be no gaps, so tensors that need the largest alignment come first.
   std::stable_sort(header.entries.begin(), header.entries.end(), [](const auto& a, const auto& b) {
     return c10::elementSize(a.dtype) > c10::elementSize(b.dtype);
   });

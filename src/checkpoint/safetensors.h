@@ -13,15 +13,16 @@
 
 namespace fsdp::detail {
 
-// A safetensors file: the length of the header in 8 bytes, little-endian; the
-// header, JSON; the tensors one behind the other, without gaps.
+// A safetensors file consists of the length of the header, in 8 bytes, little-endian; the header,
+// in JSON; and the tensors, one after the other without gaps.
 
-/// "F32" and the like; throws CheckpointError, naming `where`, for a dtype that
-/// the format does not have.
+/// Return the format's name of a dtype ("F32" for example), and the dtype of a name. Throw a
+/// CheckpointError that names `where` if there is none.
 std::string dtype_name(at::ScalarType dtype, const std::string& where);
 at::ScalarType dtype_of(const std::string& name, const std::string& where);
 
-/// Bytes of a tensor, unless they are more than can be counted.
+/// Returns the bytes of a tensor, or nothing if int64_t cannot hold their number or a size is
+/// negative.
 std::optional<int64_t> tensor_bytes(const std::vector<int64_t>& sizes, at::ScalarType dtype);
 
 struct SafetensorsEntry {
@@ -34,20 +35,21 @@ struct SafetensorsEntry {
 };
 
 struct SafetensorsHeader {
-  std::vector<SafetensorsEntry> entries; // by offset
+  std::vector<SafetensorsEntry> entries; // sorted by offset
   std::map<std::string, std::string> metadata;
 };
 
-/// Bytes up to the first tensor, from the file's first 8.
+/// Returns where in the file the first tensor begins. `first_bytes` are at least the first 8.
 int64_t safetensors_data_offset(
     std::string_view first_bytes, int64_t file_bytes, const std::string& file);
-/// `start` is all up to there. Believes nothing that it has not checked.
+/// Parses the header. `start` is the file up to the first tensor. Throws CheckpointError if any
+/// field is wrong, or if the tensors do not fill the file exactly.
 SafetensorsHeader parse_safetensors(
     std::string_view start, int64_t file_bytes, const std::string& file);
 SafetensorsHeader read_safetensors(const File& file);
 
-/// Orders the entries such that each lies aligned, sets their offsets, and returns
-/// the start of the file.
+/// Orders the entries so that each tensor is aligned, sets their offsets, and returns the bytes of
+/// the file before the first tensor.
 std::string layout_safetensors(SafetensorsHeader& header, const std::string& file);
 
 } // namespace fsdp::detail

@@ -16,7 +16,8 @@ namespace {
 
 using detail::Path;
 
-/// Headers, and the files' full sizes. The ranks write in any order.
+/// Writes the headers, and gives the files their full sizes. Other ranks may write to the files
+/// before or after this.
 void write_headers(const detail::HfLayout& layout, const Path& folder) {
   for (const auto& item : layout.files) {
     const auto file = detail::File::create(folder / item.name);
@@ -27,7 +28,7 @@ void write_headers(const detail::HfLayout& layout, const Path& folder) {
   }
 }
 
-/// This rank's parts, each at its place in the whole tensors.
+/// Writes this rank's parts, each at its place in the whole tensor.
 void write_parts(
     const detail::HfLayout& layout, const std::vector<detail::Part>& parts, const Path& folder) {
   std::map<size_t, detail::File> files;
@@ -56,7 +57,7 @@ void write_parts(
   }
 }
 
-/// Which parts this rank has written, for rank 0 to check that none is missing.
+/// Says which parts this rank has written, so that rank 0 can check that none is missing.
 std::string parts_text(const detail::SavePlan& plan) {
   detail::Catalog catalog;
   std::map<std::string, size_t> index;
@@ -79,7 +80,7 @@ void save_hf(
       options.max_file_bytes > 0, "[save_hf] max_file_bytes is ", options.max_file_bytes);
   const detail::NameRules rename(options.names);
   at::NoGradGuard no_grad;
-  StateDict tensors; // there is no place for other values
+  StateDict tensors; // the format has no place for other values
   for (const auto& [key, value] : state) {
     if (detail::local_tensor(value)) {
       tensors.insert(key, value);

@@ -23,12 +23,12 @@ void StateDict::set(const std::string& key, Value value) {
 }
 
 void StateDict::insert_all(const StateDict& other, const std::string& prefix) {
-  for (const auto& [key, value] : other) { // all or nothing
+  for (const auto& [key, value] : other) { // first, so that all keys are inserted or none
     TORCH_CHECK_VALUE(
         !contains(prefix + key), "[StateDict] there is a '", prefix, key,
         "' already; give another prefix");
   }
-  const auto items = other.items_; // it may be this one
+  const auto items = other.items_; // a copy: `other` may be this state dict
   for (const auto& [key, value] : items) {
     insert(prefix + key, value);
   }

@@ -17,7 +17,7 @@ namespace {
 
 using namespace detail;
 
-/// A piece, and the tensor that it is of.
+/// A piece, and its tensor.
 struct PieceOf {
   const StoredTensor* tensor = nullptr;
   const StoredPiece* piece = nullptr;
@@ -43,13 +43,13 @@ class Verifier {
         verify_file(path / name);
       }
     }
-    // What they make together.
+    // The files together must make a complete checkpoint.
     attempt([&] { report_.num_tensors = static_cast<int64_t>(open_catalog(path).tensors.size()); });
     return std::move(report_);
   }
 
  private:
-  /// Whether `step` found nothing wrong.
+  /// Runs `step`. If it throws CheckpointError, records the problem and returns false.
   template <class Step>
   bool attempt(const Step& step) {
     try {
@@ -76,7 +76,7 @@ class Verifier {
     return names;
   }
 
-  /// A file of others: what its header says, and that all of it can be read.
+  /// Checks a file without a manifest: its header, and whether all of the file can be read.
   void verify_file(const Path& path) {
     ++report_.num_files;
     attempt([&] {
@@ -132,7 +132,8 @@ class Verifier {
     });
   }
 
-  /// We read by the manifest, other programs by the files' headers.
+  /// Compares a file's header with the manifest: we read by the manifest, but other programs read
+  /// by the header.
   void compare_header(const File& file, const std::vector<PieceOf>& pieces) {
     const auto name = file.path().string();
     const auto header = read_safetensors(file);
@@ -157,7 +158,7 @@ class Verifier {
     for (const auto& [tensor, entry] : entries) {
       problem(name, ", tensor '", tensor, "': is not in the manifest");
     }
-    // Where in the whole tensors the pieces lie, as torch's distributed checkpoint reads it.
+    // This metadata tells torch's distributed checkpoint where in the whole tensors the pieces lie.
     for (const auto& [key, text] : shard_header({}, offsets, name).metadata) {
       const auto found = header.metadata.find(key);
       if (found == header.metadata.end() || found->second != text) {
@@ -166,7 +167,7 @@ class Verifier {
     }
   }
 
-  /// `crcs`: null or empty where there are none.
+  /// `crcs`: null or empty if there are no checksums.
   void read_blocks(
       const File& file,
       int64_t offset,
@@ -200,7 +201,7 @@ CheckpointReport verify_checkpoint(const std::filesystem::path& path) {
   const auto place = find_checkpoint(path);
   const Folder opened(is_folder(place) ? place : place.parent_path());
   auto report = Verifier(place).run();
-  opened.check_not_replaced(); // else what was found wrong may be of a mix of two
+  opened.check_not_replaced(); // else problems may come from a mix of two checkpoints
   return report;
 }
 

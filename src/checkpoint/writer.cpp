@@ -21,11 +21,11 @@ namespace {
 
 using nlohmann::json;
 
-/// What a rank says when a save begins.
+/// What each rank tells the others when a save begins.
 struct Greeting {
-  std::string error; // why it cannot take part
+  std::string error; // why this rank cannot take part; else empty
   std::string path;
-  std::string id; // from rank 0
+  std::string id; // set on rank 0 only
   std::string checksum;
   std::string places;
 };
@@ -53,7 +53,7 @@ void check_greetings(const std::vector<Greeting>& all) {
   }
 }
 
-/// One safetensors file.
+/// Writes one safetensors file, and adds its tensors to `written`.
 void write_file(
     const Path& path,
     bool is_direct,
@@ -78,8 +78,8 @@ void write_file(
   file.finish();
 }
 
-/// This rank's files. A name can be in a file once, so second boxes of a tensor
-/// go to a second file.
+/// Writes this rank's files. A name can occur only once in a file, so the second box of a tensor
+/// goes to a second file.
 Catalog write_parts(const SaveJob& job) {
   std::vector<std::map<std::string, const Part*>> files;
   for (const auto& part : job.plan.parts) {
@@ -99,9 +99,9 @@ Catalog write_parts(const SaveJob& job) {
   return written;
 }
 
-/// What the others need to know of this rank's files: JSON in the manifest's form.
+/// Describes this rank's files for rank 0, as JSON in the form of the manifest.
 std::string rank_text(const SaveJob& job, Catalog written) {
-  // One entry per tensor: its files' pieces together.
+  // One entry per tensor, with its pieces in all files.
   std::map<std::string, StoredTensor> tensors;
   for (auto& tensor : written.tensors) {
     auto& merged = tensors[tensor.name];
@@ -164,7 +164,7 @@ SaveJob begin_save(
   publication.timeout = options.timeout;
   publication.leftovers = leftovers;
   publication.is_gone = watch_ranks();
-  // What one rank alone finds wrong has to reach the others.
+  // An error that only this rank finds has to reach the others.
   PlanRequest request;
   Greeting mine;
   try {
@@ -193,7 +193,7 @@ SaveJob begin_save(
     const auto lists = equal ? std::vector<std::string>{request.list} : gather_texts(request.list);
     job.plan = make_plan(state, world.rank, lists, places);
   } catch (...) {
-    if (agreed) { // the others may not have failed, and be waiting
+    if (agreed) { // the other ranks may not have failed, and may be waiting
       give_up(publication, c10::str("rank ", world.rank, ": ", current_exception_text()));
     } else if (world.rank == 0 && !publication.id.empty()) {
       remove_tree(publication.folder());

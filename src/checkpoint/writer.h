@@ -16,63 +16,67 @@
 
 namespace fsdp::detail {
 
-/// A save that all ranks have agreed on. What is left to do needs no collectives,
-/// and may be done in any thread.
+/// A save that all ranks have agreed on. The rest of the save needs no collectives, so any thread
+/// may do it.
 struct SaveJob {
   Publication publication;
   SavePlan plan;
-  std::string error = {}; // why this rank cannot write: the save fails with it
-  bool is_direct = false; // past the page cache
+  std::string error = {}; // why this rank cannot write, if it cannot; the save fails then
+  bool is_direct = false; // bypass the page cache
 };
 
-/// What rank 0 does for a series; each may be empty.
+/// What rank 0 does if the checkpoint belongs to a series. Each member may be empty.
 struct SeriesSteps {
-  /// What the names of the series begin with: what dead saves left of any of them goes.
+  /// What the names in the series begin with. Files that dead saves left under such names are
+  /// removed.
   std::string leftovers = {};
-  /// The time of the newest that is there.
+  /// Returns the time of the newest checkpoint in the series.
   std::function<int64_t()> newest_time = {};
-  /// When the checkpoint is in place.
+  /// Called when the checkpoint is in place.
   std::function<void()> after = {};
 };
 
-/// Waits for this rank's save that is under way, draws the id on rank 0 and plans.
-/// Collective over the world; throws on all ranks if it does on one, or if the save
-/// before has failed, and nothing is left then.
+/// Waits for this rank's previous save, makes the new save's id on rank 0, and plans the save. If
+/// this fails on one rank, or if the previous save has failed, the save throws on all ranks, here
+/// or in run_save, and leaves no files. Collective over the world.
 SaveJob begin_save(
     const StateDict& state,
     const Path& path,
     const SaveOptions& options,
     const std::string& leftovers = {});
 
-/// Writes this rank's files, waits for the others, and completes the checkpoint.
+/// Writes this rank's files and waits for the other ranks. Rank 0 completes the checkpoint.
 void run_save(const SaveJob& job, const SeriesSteps& steps = {});
 
-/// The bytes of a part in host memory, without gaps: its own where it is so already.
+/// Returns the data contiguous in host memory. Shares memory with `data` if that is so already.
 at::Tensor host_bytes(const at::Tensor& data);
 
-/// Returns a checksum of each block, made while it is in the cache.
+/// Appends the tensor to the file. Returns the checksum of each block, which is computed while the
+/// block is in the processor's cache.
 std::vector<uint32_t> append_blocks(FileWriter& file, const at::Tensor& data);
-/// Tells torch's distributed checkpoint too where in the whole tensors the entries lie.
+/// Makes a header that also tells torch's distributed checkpoint where in the whole tensors the
+/// entries lie.
 SafetensorsHeader shard_header(
     std::vector<SafetensorsEntry> entries,
     const std::map<std::string, std::vector<int64_t>>& offsets,
     const std::string& file);
-/// Writes the manifest, with a time later than `newest_time`: clocks differ.
+/// Writes the manifest. Its time is later than `newest_time`, even if the clock is behind.
 void complete(Catalog catalog, const Publication& publication, int64_t newest_time = 0);
 
-/// The catalog of all ranks' parts; throws unless these make every tensor of `plan`.
+/// Merges the ranks' descriptions of their files into one catalog. Throws CheckpointError unless
+/// they hold every element of every tensor in `plan` exactly once.
 Catalog merge_catalogs(
     const SavePlan& plan, const std::vector<std::string>& texts, const Path& folder);
 
-// One save at a time per rank; in async_save.cpp.
+// A rank has at most one save under way.
 
 void save(
     const StateDict& state, const Path& path, const SaveOptions& options, const SeriesSteps& steps);
 std::future<void> async_save(
     const StateDict& state, const Path& path, const SaveOptions& options, const SeriesSteps& steps);
 
-/// Waits for this rank's save that is under way, and throws what it threw, once.
-/// For begin_save, which lets all ranks know.
+/// Waits for this rank's save in the background. If it failed, throws its error, once. The caller
+/// tells the other ranks.
 void finish_previous_save();
 
 } // namespace fsdp::detail

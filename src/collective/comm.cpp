@@ -16,7 +16,7 @@ namespace detail {
 
 namespace {
 
-// Always asynchronous: whoever needs the result waits for it.
+// Ignores `async_op` and is always asynchronous: the caller waits before it reads the result.
 struct DefaultAllGather : AllGather {
   Work operator()(
       at::Tensor& out, const at::Tensor& in, ProcessGroup& group, bool /*async_op*/) override {

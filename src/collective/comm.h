@@ -8,16 +8,17 @@
 
 namespace fsdp::detail {
 
-// Stateless, and so shared by all groups.
+// One object serves all groups, because it has no state.
 std::shared_ptr<AllGather> default_all_gather();
 std::shared_ptr<ReduceScatter> default_reduce_scatter();
 
-/// Throws unless it is still a flat buffer of so many elements of that dtype: of one that
-/// users have allocated, or could have replaced. `whose` says which of their functions.
+/// Throws ValueError if `flat` is not a contiguous 1D tensor of `numel` elements of `dtype`. A
+/// user's function may have allocated or replaced the buffer; `whose` names this function in the
+/// message.
 void check_flat(
     const at::Tensor& flat, int64_t numel, at::ScalarType dtype, std::string_view whose);
 
-/// The same with buffers from the process group's own memory.
+/// Like the default ones, but their buffers are allocated by the process group.
 std::shared_ptr<AllGather> process_group_all_gather(ProcessGroup group);
 std::shared_ptr<ReduceScatter> process_group_reduce_scatter(ProcessGroup group);
 

@@ -6,7 +6,8 @@ namespace fsdp::detail {
 
 namespace {
 
-/// A power of two, at most about the square root of `factor`.
+/// Returns a power of two near the square root of `factor`, or a smaller one if `factor` has few
+/// factors of two.
 double first_step(double factor) {
   double step = 1;
   while (std::fmod(factor, step) == 0 && factor / step > step) {
@@ -32,7 +33,7 @@ DivideFactors divide_factors(const DivideRequest& request) {
     result.pre = unless_one(pre);
     result.post = unless_one(factor / pre);
   } else if (request.force_sum) {
-    // The result is smaller than the input by the number of ranks.
+    // Divides the result, which has fewer elements than the input.
     result.post = unless_one(factor);
   } else if (!request.factor) {
     if (num_ranks > 1) {

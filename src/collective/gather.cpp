@@ -77,8 +77,8 @@ void copy_out(
     const std::vector<int64_t>& numels,
     int64_t total_numel,
     const std::vector<at::Tensor>& targets) {
-  // Below autograd and its version counters: what was saved for backward stays
-  // valid, since it is the same value that comes back.
+  // Runs below autograd, which would change version counters. Tensors saved for backward stay
+  // valid, because a gather brings back the same values.
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::split_with_sizes_copy_out(targets, buffer.view({-1, total_numel}), numels, /*dim=*/1);
 }

@@ -15,37 +15,38 @@ namespace fsdp::detail {
 
 // Note [Flat layout of a group]
 //
-// Every rank's padded shards lie one behind the other in one flat buffer: the
-// all-gather input, as it is or by one copy that casts. The whole parameters are
-// in another one, each a run of all ranks' pieces, where padding can only come
-// last: an unsharded parameter is a plain view of the beginning of its run. A
-// gather that knows the plan makes these runs itself, see Note [Placed
-// all-gathers]; else it leaves the ranks' buffers one behind the other, and
-// copy-out makes them. Reduction goes the other way.
+// Each rank keeps the padded shards of a group one after another in one flat buffer. The
+// all-gather sends this buffer, or a cast copy of it.
+//
+// The unsharded parameters are in a second flat buffer. A parameter that is sharded along dim 0 is
+// one run there: the shards of rank 0, rank 1 and so on. Padding can only be at the end of a run,
+// so the unsharded parameter is a plain view of the beginning of its run. A placed gather writes
+// these runs itself, see Note [Placed all-gathers]. Any other gather leaves the ranks' buffers one
+// after another, and copy-out makes the runs. A reduction goes the opposite way.
 
-/// Where a gather is queued. Copies into its input go first, on a stream of
-/// their own, so that they overlap the gather before.
+/// The streams of a gather. Copies into its input have a stream of their own, so that they overlap
+/// the previous gather.
 struct GatherStreams {
   OptionalStream copy_in;
   OptionalStream all_gather;
 };
 
-/// An all-gather under way. Input and buffer must live until what reads the
-/// buffer has been enqueued.
+/// An all-gather in progress. `input` and `buffer` must live until all readers of `buffer` have
+/// been queued.
 struct Gathered {
   at::Tensor input;  // 1D
-  at::Tensor buffer; // 1D: ranks x input; or placed: the whole parameters
+  at::Tensor buffer; // 1D: every rank's input, or, if placed, the whole parameters
   Work work;
-  StreamEvent issued; // for a transport that works on the stream itself
+  StreamEvent issued; // end of the all-gather stream's work: a custom AllGather may queue there
   bool placed = false;
-  OptionalStream stream; // placed: that the buffer was allocated on
+  OptionalStream stream; // if placed: the stream that `buffer` was allocated on
 
-  /// What the current stream is given from now on may read the buffer.
+  /// Work that is queued on `current` from now on may read `buffer`.
   void wait(const OptionalStream& current);
 };
 
-/// Gathers every rank's `input` into `buffer`, of which it may be this rank's part;
-/// undefined, a new one is made.
+/// Gathers every rank's `input` into `buffer`. `input` may be this rank's part of `buffer`. If
+/// `buffer` is undefined, a new one is allocated.
 Gathered start_gather(
     AllGather& comm,
     at::Tensor input,
@@ -53,20 +54,20 @@ Gathered start_gather(
     const GatherStreams& streams,
     at::Tensor buffer = {});
 
-/// The same by a plan, for a group that can: there is nothing to copy out. The
-/// buffer is allocated on the all-gather stream, which alone writes to it.
+/// Gathers by `plan`, so that there is nothing to copy out. The group must support placed gathers.
+/// The buffer is allocated on the all-gather stream, and only this stream writes to it.
 Gathered start_placed_gather(
     at::Tensor input,
     const ProcessGroup& group,
     std::shared_ptr<const GatherPlan> plan,
     const GatherStreams& streams = {});
 
-/// Copies the gathered buffer into `whole` by a plan, on the CPU. Moves no
-/// version counter.
+/// Copies the gathered buffer into `whole` by `plan`. Only for the CPU. Does not change version
+/// counters.
 void copy_out(const at::Tensor& buffer, const GatherPlan& plan, const at::Tensor& whole);
 
-/// Copies columns of the gathered buffer, `numels[i]` wide, into `targets[i]`
-/// of shape (ranks, numels[i]). Moves no version counter.
+/// Copies columns of the gathered buffer, `numels[i]` wide, into `targets[i]` of shape
+/// (ranks, numels[i]). Does not change version counters.
 void copy_out(
     const at::Tensor& buffer,
     const std::vector<int64_t>& numels,

@@ -13,7 +13,7 @@ namespace fsdp::detail {
 
 namespace {
 
-/// The gradient with the rows of each rank together: as it is for dim 0.
+/// Returns the gradient with each rank's part as consecutive rows (dim 0).
 at::Tensor by_rows(const ReduceInput& input, int64_t num_ranks) {
   if (input.shard_dim == 0 || num_ranks == 1) {
     return input.grad;
@@ -26,14 +26,14 @@ int64_t divide_up(int64_t number, int64_t by) {
   return (number + by - 1) / by;
 }
 
-/// Every rank's rows of every gradient, rank after rank, and zeros for the rows
-/// that are missing: contiguous ones of one dtype, on the CPU. Work is by gradient and
-/// rank that has rows of it: where ranks outnumber rows, most have none.
+/// Writes every rank's rows of every gradient into `flat`, rank after rank, and zeros for missing
+/// rows. The gradients are contiguous CPU tensors with the dtype of `flat`. Makes no copies for
+/// ranks without rows: if ranks outnumber rows, most have none.
 void lay_out_bytes(
     const at::Tensor& flat, const std::vector<at::Tensor>& grads, int64_t num_ranks) {
   auto* to = static_cast<char*>(flat.data_ptr());
   const auto shard_bytes = static_cast<int64_t>(flat.nbytes()) / num_ranks;
-  auto complete = num_ranks; // so many have rows of every gradient
+  auto complete = num_ranks; // this many ranks have rows of every gradient
   for (const auto& grad : grads) {
     complete = std::min(complete, divide_up(grad.size(0), divide_up(grad.size(0), num_ranks)));
   }
@@ -49,13 +49,13 @@ void lay_out_bytes(
         .size = part,
         .bytes = bytes};
     copy_pieces(pieces);
-    const auto last = bytes - (pieces.number() - 1) * part; // of the last piece
+    const auto last = bytes - (pieces.number() - 1) * part; // bytes in the last piece
     std::memset(to + (pieces.number() - 1) * shard_bytes + last, 0, part - last);
     to += part;
   }
 }
 
-/// The same for all, with a cast.
+/// Does the same for gradients of any device, strides and dtype.
 void lay_out(const at::Tensor& flat, const std::vector<at::Tensor>& grads, int64_t num_ranks) {
   const auto dtype = grads.front().scalar_type();
   const bool plain =
@@ -69,7 +69,7 @@ void lay_out(const at::Tensor& flat, const std::vector<at::Tensor>& grads, int64
   } else if (dtype == flat.scalar_type()) {
     lay_out_bytes(flat, grads, num_ranks);
   } else {
-    // The operator above asks four more of every gradient; this is one cast of all.
+    // One cast of the whole buffer. _chunk_cat_out would run four operators per gradient instead.
     const auto uncast = at::empty(flat.sizes(), flat.options().dtype(dtype));
     lay_out_bytes(uncast, grads, num_ranks);
     flat.copy_(uncast);
@@ -88,7 +88,7 @@ Reducing start_reduce(
   const auto options = inputs.front().grad.options().dtype(request.reduce_dtype);
   for (const auto& input : inputs) {
     if (input.grad.numel() == 0) {
-      continue; // _chunk_cat refuses these, and they have nothing to say
+      continue; // _chunk_cat refuses empty tensors
     }
     grads.push_back(by_rows(input, num_ranks));
     const auto rows = grads.back().size(0);
@@ -111,7 +111,7 @@ Reducing start_reduce(
   if (request.factors.pre) {
     reducing.input.div_(*request.factors.pre);
   }
-  if (num_ranks == 1) { // for the replicas
+  if (num_ranks == 1) { // nothing to scatter: the caller reduces over replicas
     reducing.output = reducing.input;
     return reducing;
   }

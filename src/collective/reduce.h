@@ -11,7 +11,8 @@
 
 namespace fsdp::detail {
 
-/// One unsharded gradient, to be divided along `shard_dim`. All have one dtype.
+/// One unsharded gradient, to be sharded along `shard_dim`. All gradients of a reduction have the
+/// same dtype.
 struct ReduceInput {
   at::Tensor grad;
   int64_t shard_dim = 0;
@@ -21,25 +22,24 @@ struct ReduceRequest {
   ProcessGroup group;
   at::ScalarType reduce_dtype = at::kFloat;
   DivideFactors factors;
-  OptionalStream stream; // of the reduction; the gradients are on the current one
+  OptionalStream stream; // of the reduction; the gradients are on the current stream
 };
 
-/// A reduction under way. `input` must live until the reduction is complete.
+/// A reduction in progress. `input` must live until the reduction is complete.
 struct Reducing {
   at::Tensor input;  // 1D
   at::Tensor output; // 1D
   Work work;
 };
 
-/// Lays the gradients out as every rank's shards, rank after rank, padded with
-/// zeros to equal lengths and in the reduce dtype, and starts the
-/// reduce-scatter. The gradients are let go of as soon as they are copied:
-/// `inputs` is empty afterwards. See Note [Flat layout of a group].
+/// Copies the gradients into one buffer in the reduce dtype: every rank's shards, rank after rank,
+/// padded with zeros to equal lengths. Then starts the reduce-scatter. Clears `inputs`, so that the
+/// gradients are freed as soon as they are copied. See Note [Flat layout of a group].
 Reducing start_reduce(
     ReduceScatter& comm, std::vector<ReduceInput>& inputs, const ReduceRequest& request);
 
-/// Waits, on the current stream, and returns this rank's flat reduced shard:
-/// padded shards of the gradients, in order. The input stays, for other streams.
+/// Makes the current stream wait and returns this rank's flat reduced shard: the padded shards of
+/// the gradients, in order. `reducing.input` stays alive for streams that still read it.
 at::Tensor finish_reduce(Reducing& reducing, const ReduceRequest& request);
 
 } // namespace fsdp::detail

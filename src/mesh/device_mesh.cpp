@@ -18,7 +18,7 @@ namespace fsdp {
 
 namespace detail {
 
-/// What a mesh and its slices share.
+/// Shared by a mesh and all its slices.
 struct MeshRoot {
   c10::DeviceType device_type;
   std::vector<int64_t> shape;
@@ -31,10 +31,10 @@ struct MeshRoot {
 
 struct MeshState {
   std::shared_ptr<MeshRoot> root;
-  std::vector<std::vector<int64_t>> axes; // root axes of each axis
-  std::vector<std::string> names;         // of each axis, or none
+  std::vector<std::vector<int64_t>> axes; // the root axes of each axis
+  std::vector<std::string> names;         // one per axis, or empty
   std::vector<int64_t> shape;
-  std::vector<ProcessGroup> groups; // of this rank, by axis
+  std::vector<ProcessGroup> groups; // this rank's group of each axis
 };
 
 namespace {
@@ -46,7 +46,7 @@ DeviceMesh make_mesh(
   auto state = std::make_shared<MeshState>();
   for (const auto& axis : axes) {
     state->shape.push_back(axes_size(root->shape, axis));
-    // The same ranks give the same group, so slices and meshes share theirs.
+    // new_group returns the same group for the same ranks, so meshes and slices share groups.
     state->groups.push_back(root->world.new_group(axes_ranks(root->shape, root->coordinate, axis)));
   }
   state->root = std::move(root);
@@ -263,7 +263,7 @@ DeviceMesh init_device_mesh(
   for (const auto size : shape) {
     TORCH_CHECK_VALUE(
         size > 0, "[init_device_mesh] axis sizes must be positive: ", c10::IntArrayRef(shape));
-    // More than the world has will not fit, whatever follows.
+    // Above the world size the shape cannot fit; multiplying on could overflow.
     product = product > world.size() ? product : product * size;
   }
   TORCH_CHECK_VALUE(

@@ -69,7 +69,7 @@ size_t apply_activation_checkpointing(
     const std::function<bool(const std::string& name, torch::nn::Module& module)>& choose,
     const ActivationCheckpointOptions& options) {
   TORCH_CHECK_VALUE(choose, "[apply_activation_checkpointing] needs a function that chooses");
-  std::unordered_set<Hookable*> chosen; // all are checked before one is changed
+  std::unordered_set<Hookable*> chosen; // all modules are checked before one is changed
   detail::walk(*root, [&](const std::string& name, torch::nn::Module& module) {
     if (choose(name, module)) {
       chosen.insert(&hooked(module));

@@ -22,7 +22,8 @@ namespace {
 
 // ------------------------------------------------------------ Operators
 
-/// Python's `with torch.device("meta")`.
+/// Makes factory functions that are given no device return meta tensors, like Python's
+/// `with torch.device("meta")`.
 class OnMeta : public detail::OpInterceptor {
  public:
   void before(const c10::OperatorHandle& op, torch::jit::Stack& stack) override {
@@ -30,7 +31,7 @@ class OnMeta : public detail::OpInterceptor {
     c10::IValue* device = nullptr;
     for (size_t i = 0; i < arguments.schema.size(); ++i) {
       if (arguments.values[i].isTensor() || arguments.values[i].isTensorList()) {
-        return; // the result is where that one is
+        return; // the result is on the tensor's device
       }
       if (arguments.is_left_out(i, c10::TypeKind::DeviceObjType)) {
         device = &arguments.values[i];
@@ -42,7 +43,7 @@ class OnMeta : public detail::OpInterceptor {
   }
 };
 
-/// FNV-1a: the same in every build, where std::hash need not be.
+/// FNV-1a, because std::hash may differ between builds.
 uint64_t hash(uint64_t seed, const std::string& name) {
   uint64_t hash = 0xcbf29ce484222325;
   const auto add = [&hash](uint64_t byte) { hash = (hash ^ (byte & 0xff)) * 0x100000001b3; };
@@ -52,17 +53,17 @@ uint64_t hash(uint64_t seed, const std::string& name) {
   for (const char c : name) {
     add(static_cast<unsigned char>(c));
   }
-  return hash ^ (hash >> 32); // the CPU's generator looks at 32 bits only
+  return hash ^ (hash >> 32); // the CPU's generator uses 32 bits only
 }
 
 // ------------------------------------------------------------ Tensors
 
-/// In place, for whoever holds the tensor. As set_data, which refuses to leave
-/// meta.
+/// Gives a meta tensor memory, in place, so that all its holders see it. set_data does the same but
+/// refuses to leave the meta device.
 void give_memory(const at::Tensor& tensor, c10::Device device) {
   const auto fresh = at::empty_like(tensor, tensor.options().device(device));
   tensor.unsafeGetTensorImpl()->shallow_copy_from(fresh.getIntrusivePtr());
-  if (tensor.requires_grad()) { // what is left of a backward on meta
+  if (tensor.requires_grad()) { // drops what a backward on meta left
     tensor.mutable_grad().reset();
     torch::autograd::impl::set_grad_accumulator(tensor, detail::weak_node(detail::NodePtr()));
   }
@@ -99,7 +100,7 @@ void to_empty(ModuleRef module, c10::Device device) {
   c10::InferenceMode not_inference(false);
   for (const auto& tensors : {detail::named_parameters(*module), detail::named_buffers(*module)}) {
     for (const auto& [name, tensor] : tensors) {
-      if (tensor.is_meta()) { // the second site of a shared one is not any more
+      if (tensor.is_meta()) { // false at the second name of a shared tensor
         give_memory(tensor, device);
         detail::set_unfilled(tensor);
       }
@@ -132,7 +133,7 @@ void init_parameters(
         whole.defined() && whole.sizes() == sizes, "[init_parameters] parameter '", name,
         "' of sizes ", sizes, " was filled with another tensor");
     if (detail::is_unfilled(whole)) {
-      continue; // left alone, so that the parameter is, too
+      continue; // `fill` left it alone, so the parameter keeps its values
     }
     if (spread) {
       whole = spread->piece_of(whole);

@@ -45,7 +45,7 @@ std::vector<std::pair<std::string, at::Tensor>> named_tensors(torch::nn::Module&
   return tensors;
 }
 
-/// States of modules that are not hooked. They end some time after the module.
+/// The state of a module that is not hooked. It is dropped some time after the module is gone.
 struct Beside {
   std::weak_ptr<torch::nn::Module> module;
   std::shared_ptr<FSDPState> state;
@@ -53,7 +53,7 @@ struct Beside {
 std::mutex beside_mutex;
 std::map<const torch::nn::Module*, Beside> beside;
 
-/// A module's dict is protected, and has no setter.
+/// Gives access to a module's parameter dict, which is protected and has no setter.
 struct DictAccess : torch::nn::Module {
   static torch::OrderedDict<std::string, at::Tensor>& of(torch::nn::Module& module) {
     return module.*(&DictAccess::parameters_);
@@ -116,7 +116,7 @@ std::shared_ptr<FSDPState> state_of(const torch::nn::Module& module) {
   }
   std::lock_guard lock(beside_mutex);
   const auto found = beside.find(&module);
-  // The address may have been given to another module.
+  // Another module may have the address of one that is gone.
   return found != beside.end() && !found->second.module.expired() ? found->second.state : nullptr;
 }
 
@@ -125,7 +125,7 @@ void set_state(torch::nn::Module& module, std::shared_ptr<FSDPState> state) {
     hookable->fsdp_state = std::move(state);
     return;
   }
-  std::map<const torch::nn::Module*, Beside> ended; // outside the lock
+  std::map<const torch::nn::Module*, Beside> ended; // destroyed after the lock is released
   std::lock_guard lock(beside_mutex);
   for (auto it = beside.begin(); it != beside.end();) {
     auto next = std::next(it);
@@ -155,7 +155,7 @@ LookBelow looking_below(const std::vector<ModuleRef>& roots) {
   struct Root {
     torch::nn::Module* module;
     std::weak_ptr<torch::nn::Module> owned;
-    bool is_owned; // else it lives on a stack, and its state in it
+    bool is_owned; // else the module is on a stack and holds its state itself
   };
   std::vector<Root> kept;
   for (const auto& root : roots) {
@@ -206,7 +206,7 @@ std::string type_name(const std::type_info& type) {
 }
 
 CallSite call_site(const torch::nn::Module& module) {
-  // A hooked module's forward passes through its own scope.
+  // Without hooks: the forward of a hooked module runs them in a scope of its own.
   return {state_of(module), &module};
 }
 

@@ -18,8 +18,7 @@ namespace {
 constexpr auto kAdamWName = "fsdp::optim::AdamW";
 using AdamWState = torch::optim::AdamWParamState;
 
-/// Parameters of one group, dtype, device and number of steps, so that one
-/// step tensor serves all.
+/// Parameters of the same group, dtype, device and step count, so that they share one step tensor.
 struct AdamWBucket {
   detail::KernelLists lists;
   std::vector<AdamWState*> states;

@@ -35,18 +35,18 @@ using detail::FSDPParam;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-/// One parameter, and what this rank has of its gradient.
+/// One parameter and this rank's part of its gradient.
 struct Part {
   std::size_t index; // in the caller's list
   at::Tensor param;
   const FSDPParam* manager;
-  at::Tensor grad; // undefined without one
+  at::Tensor grad; // undefined if there is none
 };
 
-/// The parts that these ranks have of the same parameters.
+/// Parameters that are divided over the ranks of one group.
 struct Sharing {
   ProcessGroup group;
-  at::Device device; // where it communicates
+  at::Device device; // that the group communicates on
   std::vector<std::size_t> parts;
 };
 
@@ -72,7 +72,7 @@ void check_grad(const Part& part) {
   }
 }
 
-/// Each parameter once, however often it is listed.
+/// Returns each parameter once, even if it is listed twice.
 std::vector<Part> parts_of(const std::vector<at::Tensor>& params) {
   std::vector<Part> parts;
   ska::flat_hash_set<const void*> seen;
@@ -87,14 +87,14 @@ std::vector<Part> parts_of(const std::vector<at::Tensor>& params) {
   return parts;
 }
 
-/// In the order in which the groups come up, which is the same on every rank. All
-/// parts are in, with a gradient or not, so that the ranks agree on their number.
+/// Returns the groups in the order of their first use, which is the same on every rank. Parameters
+/// without a gradient are included, so that all ranks agree on the number of parts.
 std::vector<Sharing> sharings_of(const std::vector<Part>& parts) {
   std::vector<Sharing> sharings;
   for (const auto i : c10::irange(parts.size())) {
     for (const auto& axis : detail::axes_of(parts[i].param)) {
       if (!axis.divides) {
-        continue; // they have the same
+        continue; // these ranks hold the same values
       }
       const auto found = std::find_if(sharings.begin(), sharings.end(), [&](const auto& sharing) {
         return sharing.group == axis.group;
@@ -109,7 +109,7 @@ std::vector<Sharing> sharings_of(const std::vector<Part>& parts) {
   return sharings;
 }
 
-/// Gradients that one kernel call takes: of one device and dtype, none empty.
+/// Gradients for one kernel call: of one device and dtype, none empty.
 struct List {
   std::vector<at::Tensor> grads;
   std::vector<std::size_t> parts;
@@ -129,12 +129,12 @@ Lists lists_of(const std::vector<Part>& parts) {
   return lists;
 }
 
-/// One (0D) per part, in double: a power of a norm leaves float's range early.
+/// Returns one norm (0D) per part, in double because a power of a norm easily leaves float's range.
 std::vector<at::Tensor> norms_of(
     const Lists& lists, std::size_t num_parts, double order, at::Device device) {
   const auto options = at::TensorOptions(at::kDouble).device(device);
-  // What has no elements adds nothing: to a maximum or sum zero, to a minimum or
-  // a sum of negative powers infinity.
+  // The norm of an empty part must not change the result. For a maximum or a sum it is zero; for a
+  // minimum or a sum of negative powers it is infinity.
   const auto identity = at::full({}, order < 0 ? kInfinity : 0.0, options);
   std::vector<at::Tensor> norms(num_parts, identity);
   for (const auto& [key, list] : lists) {
@@ -148,10 +148,10 @@ std::vector<at::Tensor> norms_of(
   return norms;
 }
 
-/// The norms of the parameters, from those (1D) of every rank's parts.
+/// Returns the norms of whole parameters, given the norms (1D) of this rank's parts. Collective.
 at::Tensor reduce(const at::Tensor& norms, double order, const ProcessGroup& group) {
   if (std::isinf(order)) {
-    // Backends differ in what the larger of a number and NaN is, so NaNs go apart.
+    // Backends disagree on the maximum of a number and NaN, so NaNs are sent separately.
     const double sign = order > 0 ? 1 : -1;
     const auto is_nan = norms.isnan();
     const auto both = at::stack({norms.masked_fill(is_nan, 0), is_nan.to(at::kDouble) * sign});
@@ -221,7 +221,7 @@ at::Tensor clip_grad_norm_(
   const auto lists = lists_of(parts);
   const auto device = first_device(parts, params);
   auto norms = norms_of(lists, parts.size(), norm_type, device);
-  // A parameter that is sharded along several axes is in several of these.
+  // A parameter that is divided along several axes is in several sharings.
   for (const auto& sharing : sharings_of(parts)) {
     std::vector<at::Tensor> local;
     for (const auto i : sharing.parts) {
@@ -244,13 +244,13 @@ at::Tensor clip_grad_norm_(
         part.grad.defined() && c10::toRealValueType(part.grad.scalar_type()) == at::kDouble;
   }
   if (!any_grad && norm_type < 0) {
-    total = total.masked_fill(total.isinf(), 0); // the identity, if nobody has any
+    total = total.masked_fill(total.isinf(), 0); // no gradients: infinity is the identity
   }
   const auto result = total.to(any_double ? at::kDouble : at::kFloat);
   if (error_if_nonfinite) {
     check_finite(result, all, parts, norm_type);
   }
-  // Also where that is one: to look would stop the host until the device is there.
+  // Multiplies even if the scale is 1: to read the scale, the host would wait for the device.
   const auto scale = (max_norm / (total + 1e-6)).clamp_max(1);
   for (const auto& [key, list] : lists) {
     const auto& grad = list.grads.front();

@@ -27,7 +27,7 @@ namespace {
 using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
 void check_scale_value(const char* function, double scale) {
-  using Limits = std::numeric_limits<float>; // in which it is kept
+  using Limits = std::numeric_limits<float>; // the scale is kept in float32
   TORCH_CHECK_VALUE(
       scale >= Limits::min() && scale <= Limits::max(), "[GradScaler::", function,
       "] the scale must be positive and finite in float32, got ", scale);
@@ -50,7 +50,7 @@ void check_grad(const at::Tensor& param, std::size_t group, std::size_t index) {
       "; only dense ones can be unscaled. Make an embedding without the option `sparse`.");
 }
 
-/// By device and dtype, each once however often it is listed.
+/// Gradients by device and dtype, each once even if its parameter is listed twice.
 using GradLists =
     std::map<std::tuple<at::DeviceType, at::DeviceIndex, at::ScalarType>, std::vector<at::Tensor>>;
 
@@ -71,14 +71,14 @@ GradLists grad_lists(const ParamGroups& groups) {
   return lists;
 }
 
-/// The largest of the flags of all ranks that share a parameter. All parameters
-/// count, with a gradient or not, so that every rank makes the same calls.
+/// Returns the maximum of `flag` over all ranks that share a parameter. Parameters without a
+/// gradient count too, so that every rank makes the same calls.
 at::Tensor share_flag(at::Tensor flag, const ParamGroups& groups) {
   const auto home = flag.device();
   std::vector<ProcessGroup> done;
   for (const auto& group : groups) {
     for (const auto& param : group.params()) {
-      // Replicas too: all who have something of it step together.
+      // Includes replicas, because all ranks that hold a part of a parameter step together.
       for (const auto& axis : detail::axes_of(param)) {
         if (std::find(done.begin(), done.end(), axis.group) == done.end()) {
           flag = flag.to(axis.device);
@@ -148,7 +148,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   const auto inverse = scale_.to(at::kDouble).reciprocal().to(at::kFloat);
   auto found_inf = at::zeros({1}, inverse.options());
   for (const auto& [key, grads] : lists) {
-    // Offloaded gradients are not where the loss is.
+    // Offloaded gradients are on another device than the loss.
     const auto device = grads.front().device();
     auto found_here = at::zeros({1}, inverse.options().device(device));
     at::_amp_foreach_non_finite_check_and_unscale_(grads, found_here, inverse.to(device));

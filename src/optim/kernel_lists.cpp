@@ -4,15 +4,15 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
 
-// Comes with torch, unless that was built without OpenMP.
+// Null if torch was built without OpenMP.
 extern "C" __attribute__((weak)) void omp_set_num_threads(int);
 
 namespace fsdp::detail {
 namespace {
 
-constexpr int64_t kGrainSize = 32768; // from where torch's own operators use threads
+constexpr int64_t kGrainSize = 32768; // elements: torch's own grain size
 
-/// While it lives, what this thread calls uses no other threads.
+/// While this object lives, operators that this thread calls use no other threads.
 class OneThread {
  public:
   OneThread() : num_threads_(at::get_num_threads()) {
@@ -25,7 +25,7 @@ class OneThread {
   OneThread& operator=(const OneThread&) = delete;
 
  private:
-  // Not at::set_num_threads, which changes other threads too.
+  // Does not call at::set_num_threads, which affects other threads too.
   static void set_num_threads(int num_threads) {
     if (omp_set_num_threads != nullptr) {
       omp_set_num_threads(num_threads);
@@ -65,7 +65,7 @@ void KernelLists::add(
 }
 
 void KernelLists::run(const Kernel& kernel) {
-  at::AutoDispatchBelowADInplaceOrView below; // autograd has nothing to do here, for each tensor
+  at::AutoDispatchBelowADInplaceOrView below; // saves autograd's dispatch for every tensor
   if (!lists_.empty()) {
     kernel(lists_);
   }

@@ -11,30 +11,30 @@ namespace fsdp::detail {
 
 // Note [Small tensors take one thread]
 //
-// On the CPU a fused kernel lets all threads work on each tensor, however small.
-// Waking them takes longer than updating a bias, and where ranks are threads or
-// the machine is busy, milliseconds. So the kernel gets small tensors apart from
-// large ones, and only the calling thread to work with.
+// On the CPU a fused kernel uses all threads for each tensor, even for a small one. To wake them
+// takes longer than to update a bias; it takes milliseconds if ranks are threads or the machine is
+// busy. So small tensors get a kernel call of their own, which uses only the calling thread.
 
-/// The tensors of one kernel call, of one dtype and device: lists of equal
-/// length of parameters, gradients and each kind of state.
+/// The tensors of one kernel call, all of one dtype and device. There is one list of parameters,
+/// one of gradients and one for each kind of state; all have the same length.
 class KernelLists {
  public:
   using Lists = std::vector<std::vector<at::Tensor>>;
   using Kernel = std::function<void(const Lists&)>;
 
-  /// A fused kernel reads memory in order, so all that belongs to a parameter
-  /// must have the same strides: what has not is copied, and `state` replaced.
+  /// Adds a parameter. A fused kernel reads memory in order, so the gradient and the state need the
+  /// strides of the parameter. Tensors with other strides are copied, and `state` then holds
+  /// the copies.
   void add(
       const at::Tensor& param, const at::Tensor& grad, std::initializer_list<at::Tensor*> state);
 
-  /// Updates all parameters by one or two calls; empty ones are left out.
-  /// Moves every version counter, which fused kernels do not.
+  /// Updates all parameters except empty ones by one or two kernel calls. Then increments the
+  /// version counter of every parameter, which fused kernels do not.
   void run(const Kernel& kernel);
 
  private:
-  std::vector<at::TensorImpl*> params_;                   // the user's, also the empty ones
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies_; // the user's, what is updated
+  std::vector<at::TensorImpl*> params_;                   // the user's, including empty ones
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_; // the user's tensor and its updated copy
   Lists lists_;
   Lists small_; // see Note [Small tensors take one thread]
 };

@@ -21,11 +21,12 @@ constexpr auto kSgdName = "fsdp::optim::SGD";
 using SgdState = torch::optim::SGDParamState;
 using torch::optim::SGDOptions;
 
-/// Parameters of one group, dtype and device that all have momentum already, or
-/// all get it now.
+/// Parameters of the same group, dtype and device. Either all of them start their momentum in this
+/// step or none.
 struct SgdBucket {
   detail::KernelLists lists;
-  // Not in the state before it has values: the step may yet be refused.
+  // New momentum buffers. They enter the state after the kernel has filled them, because the step
+  // may throw before that.
   std::vector<std::pair<SgdState*, at::Tensor>> started;
 };
 using SgdKey = std::tuple<std::size_t, at::ScalarType, at::DeviceType, at::DeviceIndex, bool>;
@@ -57,7 +58,7 @@ void run(SgdBucket& bucket, const SGDOptions& options, bool is_first_step) {
   bucket.lists.run([&](const detail::KernelLists::Lists& lists) {
     const auto& params = lists[0];
     const auto momentum = lists.size() > 2 ? at::TensorList(lists[2]) : at::TensorList();
-    // The fused kernel leaves most of these as they are: pytorch#191763.
+    // On the CPU the fused kernel does not update most elements of such parameters: pytorch#191763.
     if (params[0].is_cpu() && at::isReducedFloatingType(params[0].scalar_type())) {
       step_unfused(params, lists[1], momentum, options, is_first_step);
       return;
@@ -78,7 +79,7 @@ at::Tensor SGD::step(LossClosure closure) {
     return static_cast<const SGDOptions&>(param_groups_[group].options());
   };
   std::map<SgdKey, SgdBucket> buckets;
-  auto last = buckets.end(); // neighbours are mostly alike
+  auto last = buckets.end(); // consecutive parameters mostly share a bucket
   for (const auto& update : detail::find_updates(kSgdName, param_groups_)) {
     const auto& param = update.param;
     const auto device = param.device();

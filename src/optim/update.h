@@ -8,8 +8,8 @@
 
 namespace fsdp::detail {
 
-/// A parameter that a step changes, and its gradient: the optimizer's own
-/// tensors, not counted once more.
+/// A parameter that a step changes, and its gradient. Both refer to the optimizer's own tensors,
+/// which saves their reference counting.
 struct Update {
   std::size_t group;
   std::size_t index; // in the group
@@ -17,11 +17,12 @@ struct Update {
   const at::Tensor& grad;
 };
 
-/// What the closure returns, computed with gradients; undefined without one.
+/// Calls the closure with gradients enabled and returns its loss. Returns an undefined tensor if
+/// there is no closure.
 at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure);
 
-/// The parameters that have a gradient, each once however often it is listed.
-/// Throws ValueError for a gradient that is sparse or does not fit.
+/// Returns the parameters that have a gradient, each once even if it is listed twice. Throws
+/// ValueError if a gradient is sparse or does not fit its parameter.
 std::vector<Update> find_updates(
     const char* optimizer, const std::vector<torch::optim::OptimizerParamGroup>& groups);
 

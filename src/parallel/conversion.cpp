@@ -12,7 +12,7 @@ namespace fsdp::detail {
 namespace autograd = torch::autograd;
 
 autograd::variable_list ConversionNode::apply(autograd::variable_list&& grads) {
-  at::Tensor sum; // of all whom the moved tensor was given to
+  at::Tensor sum; // over all uses of the converted tensor
   for (auto& grad : grads) {
     sum = !sum.defined() ? grad : grad.defined() ? sum + grad : sum;
   }
@@ -48,7 +48,7 @@ at::Tensor convert_behind(
     return node ? view_behind(local, node) : result;
   }
   if (result.is_view()) {
-    result = result.variable_data(); // of a buffer that nobody else has: it may be edited
+    result = result.variable_data(); // nobody else has the buffer, so the view may be edited
   }
   if (node) {
     autograd::set_history(result, node);

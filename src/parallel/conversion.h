@@ -20,15 +20,15 @@ struct Step {
   Placement from, to;
 };
 
-/// A move of local tensors with all that it needs, over a mesh of one axis.
+/// A move of a local tensor to another placement on a mesh of one axis, and of its gradient back.
 struct Conversion {
   DeviceMesh mesh;
-  std::vector<int64_t> sizes; // of the whole
+  std::vector<int64_t> sizes; // of the whole tensor
   Step value, grad;
-  std::string module;    // for whom, or ""
-  bool of_input = false; // of the module, which is the only one that has the result
+  std::string module;    // that collectives are labelled with, or ""
+  bool of_input = false; // the tensor is an input of `module`, and only `module` has the result
 
-  /// That of the gradient.
+  /// The conversion that moves the gradient.
   Conversion reversed() const {
     auto result = *this;
     std::swap(result.value, result.grad);
@@ -36,7 +36,7 @@ struct Conversion {
   }
 };
 
-/// Moves the gradients of what was moved.
+/// The autograd node of a converted tensor. Converts its gradient back.
 class ConversionNode : public torch::autograd::Node {
  public:
   ConversionNode(torch::autograd::edge_list next_edges, Conversion conversion)
@@ -54,19 +54,19 @@ class ConversionNode : public torch::autograd::Node {
   const Conversion conversion_;
 };
 
-/// Whether autograd records what is done with it.
+/// Returns true if autograd records operators on `tensor`.
 bool needs_grad(const at::Tensor& tensor);
-/// To where the gradient of `tensor` goes; none where it needs none.
+/// The edge along which the gradient of `tensor` flows. Empty if it needs no gradient.
 torch::autograd::edge_list edges_of(const at::Tensor& tensor);
-/// Null without edges.
+/// Returns null if `edges` is empty.
 NodePtr node_of(const Conversion& conversion, torch::autograd::edge_list edges);
 
-/// The moved tensor, behind the node if there is one.
+/// Returns the converted tensor. Its gradient flows through `node`, if `node` is not null.
 at::Tensor convert_behind(
     const at::Tensor& local, const Conversion& conversion, const NodePtr& node);
 at::Tensor convert(const at::Tensor& local, const Conversion& conversion);
 
-/// Collectives are for this module, if one is named; else for whom they were.
+/// While this object lives, collectives are labelled with `module`, unless `module` is empty.
 class ForModule {
  public:
   explicit ForModule(const std::string& module) {

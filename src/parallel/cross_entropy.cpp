@@ -40,11 +40,11 @@ void check(
       "label_smoothing must be between 0 and 1, got ", options.label_smoothing);
 }
 
-/// [rows], the largest of each row's logits on any rank; and (0D) how many classes
-/// the first rank has, the same as all others that are followed by more.
+/// Returns the largest logit of each row over all ranks, [rows], and the number of classes on the
+/// first rank (0D). All ranks have that many classes, except for the last ones.
 std::pair<at::Tensor, at::Tensor> maximum_and_chunk(
     const at::Tensor& logits, const ProcessGroup& group) {
-  at::NoGradGuard no_grad; // a row's loss does not depend on what is subtracted from it
+  at::NoGradGuard no_grad; // to subtract a number from a row does not change its loss
   const auto num_rows = logits.size(0);
   auto both = at::full({num_rows + 1}, -std::numeric_limits<double>::infinity(), logits.options());
   if (logits.size(1) > 0) {
@@ -57,9 +57,9 @@ std::pair<at::Tensor, at::Tensor> maximum_and_chunk(
   return {both.narrow(0, 0, num_rows), both[num_rows].to(at::kLong)};
 }
 
-/// [rows], the loss of each, zero for those that are ignored.
+/// Returns the loss of each row, [rows]. It is zero if the target is ignore_index.
 at::Tensor row_losses(
-    const at::Tensor& logits, // [rows, classes here]
+    const at::Tensor& logits, // [rows, classes of this rank]
     const at::Tensor& targets,
     const DeviceMesh& mesh,
     const ParallelCrossEntropyOptions& options) {

@@ -19,13 +19,13 @@ struct LocalMove {
   std::optional<Placement> grad = {};
 };
 
-/// Whose tensor is moved: for messages.
+/// Names the moved tensor in messages.
 struct MoveLabel {
   std::string what;        // "[redistribute] the tensor", "[...] input 0 of 'attention'"
-  std::string module = {}; // "attention", or nothing
+  std::string module = {}; // "attention", or ""
 };
 
-/// `sizes` are those of the whole tensor, where they are known.
+/// Moves `local` and returns the result. `sizes` are those of the whole tensor, if known.
 at::Tensor move_local(
     const at::Tensor& local,
     const LocalMove& move,
@@ -34,25 +34,24 @@ at::Tensor move_local(
 
 // Note [Inputs that several modules share]
 //
-// wq(x), wk(x), wv(x): their gradients of x are to be summed over the ranks. So
-// the last input that was handed on is remembered, weakly, with its node in the
-// graph, and gradients are added up there before one reduction. Where x itself was
-// gathered as the input of the module around them, they bypass it: one
-// reduce-scatter, where they would have been all-reduced first, and cut to pieces
-// then. An x that has to be gathered for each of the three is gathered three
-// times: PrepareModuleInput of the module around them does it once.
+// wq(x), wk(x) and wv(x) each compute a gradient of x that has to be summed over the ranks. So the
+// last input is remembered, weakly, together with its autograd node. The gradients of x are added
+// up at this node, and one reduction follows. If x itself was gathered as the input of the
+// enclosing module, the gradients bypass that gather's node: one reduce-scatter takes the place of
+// an all-reduce and a slice. If each of the three modules has to gather x, x is gathered three
+// times. PrepareModuleInput of the enclosing module gathers it once.
 
-/// The same for a module's input.
+/// Does the same for an input of a module.
 at::Tensor move_input(const at::Tensor& local, const LocalMove& move, const MoveLabel& label);
 
-/// Takes note that `mesh` divides tensors along `dim`, of `length`, unevenly, if
-/// so: then a part's length does not say any more how long the whole is.
+/// Records that `mesh` divides tensors unevenly along `dim`, if `length` is not a multiple of the
+/// mesh's size. From then on, the length of a rank's part does not tell the length of the whole.
 void note_division(const DeviceMesh& mesh, int64_t dim, int64_t length);
 
-/// Whether activations can be placed so: not strided, sums only.
+/// Returns true if activations can have this placement: no StridedShard, and only sums as Partial.
 bool can_move(const Placement& placement);
 
-/// "mesh axis 'tp' of DeviceMesh(cpu, tp=2)": for messages. Of one axis.
+/// Text for messages: "mesh axis 'tp' of DeviceMesh(cpu, tp=2)". `mesh` has one axis.
 std::string axis_text(const DeviceMesh& mesh);
 
 } // namespace fsdp::detail

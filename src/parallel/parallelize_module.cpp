@@ -29,7 +29,7 @@ namespace {
 
 // ------------------------------------------------------------ Which modules
 
-/// Finds the modules that a name of a plan means.
+/// Finds the modules that a path of the plan matches.
 class Search {
  public:
   Search(torch::nn::Module& root, const DeviceMesh& mesh, const std::string& path)
@@ -49,7 +49,7 @@ class Search {
 
   void descend(const std::string& name, torch::nn::Module& module, size_t depth) {
     if (depth == parts_.size()) {
-      if (seen_.insert(&module).second) { // it may be registered twice
+      if (seen_.insert(&module).second) { // a module may be registered twice
         found_.push_back({name, &module, mesh_});
       }
       return;
@@ -88,7 +88,7 @@ Hookable& hooked(const StyledModule& at) {
   return *hookable;
 }
 
-/// An entry of the plan at one of its modules.
+/// A plan entry together with one of the modules that it matches.
 struct Target {
   StyledModule at;
   const ParallelStyle* style;
@@ -142,7 +142,7 @@ void check_dividable(
       " already, and cannot lie ", to_string(placements), " on ", at.mesh.str());
 }
 
-/// One parameter at two places of the plan is divided once.
+/// The divisions by parameter. A parameter that several modules share is divided once.
 using Divisions = std::map<const at::TensorImpl*, const ParamDivision*>;
 Divisions check_divisions(const std::vector<Target>& targets) {
   Divisions all;
@@ -167,8 +167,8 @@ Divisions check_divisions(const std::vector<Target>& targets) {
   return all;
 }
 
-/// A module that shares a parameter, and is not in the plan, would go on as if
-/// it still had the whole.
+/// Throws ValueError if a module outside of the plan shares a divided parameter: it would compute
+/// as if it still had the whole parameter.
 void check_shared(
     torch::nn::Module& root, const std::vector<Target>& targets, const Divisions& divisions) {
   std::set<const torch::nn::Module*> told;
@@ -180,7 +180,7 @@ void check_shared(
   detail::walk(root, [&](const std::string& name, torch::nn::Module& module) {
     const auto* hookable = dynamic_cast<const Hookable*>(&module);
     for (size_t i = 0; hookable && i < hookable->fsdp_hooks.size(); ++i) {
-      if (hookable->fsdp_hooks[i].divides) { // by an earlier plan
+      if (hookable->fsdp_hooks[i].divides) { // divided by an earlier plan
         told.insert(&module);
       }
     }
@@ -199,7 +199,7 @@ void check_shared(
 
 // ------------------------------------------------------------ Parameters
 
-/// Puts this rank's piece into the tensor, for whoever holds it.
+/// Replaces the tensor's content by this rank's piece, in place, so that all its holders see it.
 std::shared_ptr<Spread> spread(
     const at::Tensor& param, const std::string& name, const detail::TensorSpec& spec) {
   at::NoGradGuard no_grad;
@@ -214,20 +214,20 @@ std::shared_ptr<Spread> spread(
     param.set_data(detail::distribute(whole.to(device), spec));
   }
   param.mutable_grad().reset();
-  if (param.requires_grad()) { // a graph that is still there has one of the old sizes
+  if (param.requires_grad()) { // an existing graph has an accumulator of the old sizes
     torch::autograd::impl::set_grad_accumulator(param, detail::weak_node(detail::NodePtr()));
   }
   return std::make_shared<Spread>(param, name, spec);
 }
 
-/// Every gradient that arrives is one term of a sum over the ranks.
+/// Adds a hook that sums the parameter's gradient over the ranks. Each rank computes one term.
 void sum_gradients(const ParamDivision& division, const DeviceMesh& mesh) {
   const detail::LocalMove move{mesh, Partial{}, Replicate{}};
   const detail::MoveLabel label{
       detail::kParallelizeTag + ("the gradient of '" + division.name + "'"), division.name};
   const auto& param = division.param;
   const bool requires_grad = param.requires_grad();
-  param.set_requires_grad(true); // it may be unfrozen later
+  param.set_requires_grad(true); // register_hook needs this, also for a frozen parameter
   param.register_hook([move, label](const at::Tensor& grad) {
     return grad.defined() ? detail::move_local(grad, move, label) : grad;
   });
@@ -239,7 +239,7 @@ using Spreads = std::vector<std::shared_ptr<Spread>>;
 Spreads divide(const Target& target) {
   Spreads spreads;
   for (const auto& division : target.divisions) {
-    auto known = Spread::find(division.param); // shared with another module
+    auto known = Spread::find(division.param); // not null if shared with another module
     if (!known) {
       const auto sizes = division.param.sizes().vec();
       known = spread(division.param, division.name, {target.at.mesh, {division.placement}, sizes});
@@ -262,7 +262,7 @@ void parallelize_module(ModuleRef module, const DeviceMesh& mesh, const Parallel
   detail::check_members(*module);
   const auto targets = targets_of(*module, mesh, plan);
   check_shared(*module, targets, check_divisions(targets));
-  for (const auto& target : targets) { // in the plan's order, which is every rank's
+  for (const auto& target : targets) { // in the plan's order, which is the same on every rank
     auto spreads = std::make_shared<const Spreads>(divide(target));
     auto& hooks = hooked(target.at).fsdp_hooks;
     for (auto& hook : detail::forward_hooks(target.at, *target.style)) {

@@ -24,11 +24,11 @@ using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorIm
 // ------------------------------------------------------------ How long the whole is
 
 struct Divided {
-  c10::weak_intrusive_ptr<c10d::Backend> group; // its address is not given to another one
+  c10::weak_intrusive_ptr<c10d::Backend> group; // keeps its address from being reused
   std::set<int64_t> dims;
 };
-// Per rank: each has its own backend. Every rank of a group takes the same notes at
-// the same place of its program, so they agree on what is in here.
+// Each rank has its own backend and so its own entries. All ranks of a group add the same entries
+// at the same point of the program, so they agree on them.
 std::mutex unevenly_mutex;
 std::map<const c10d::Backend*, Divided> unevenly;
 
@@ -64,7 +64,7 @@ int64_t whole_length(
   return whole;
 }
 
-/// Of the whole tensor; the move's placements are normalized.
+/// Returns the sizes of the whole tensor. The placements of `move` are normalized.
 std::vector<int64_t> whole_sizes(
     const at::Tensor& local,
     const LocalMove& move,
@@ -95,7 +95,8 @@ void check_placement(const Placement& placement, const LocalMove& move, const Mo
       axis_text(move.mesh), ": take Replicate, Shard or Partial (a sum)");
 }
 
-/// With dims that are not negative, and the gradient's placement filled in.
+/// Returns the move with non-negative dims and with the gradient's placement filled in. Throws
+/// ValueError if the move is invalid.
 LocalMove checked(const at::Tensor& local, LocalMove move, const MoveLabel& label) {
   TORCH_CHECK_VALUE(
       move.mesh.ndim() == 1, label.what, ": needs a mesh of one axis, not ", move.mesh.str(),
@@ -126,8 +127,8 @@ bool is_nothing(const LocalMove& move) {
   return move.mesh.size() == 1 || (move.from == move.to && *move.grad != Placement(Partial{}));
 }
 
-/// Takes note of what the move divides. Gradients lie like values, except that
-/// those of the terms of a sum are the sum's.
+/// Also records an uneven division by the move. Gradients are placed like values, except that the
+/// gradient of a Partial value is replicated: every term of a sum has the gradient of the sum.
 Conversion conversion_of(
     const LocalMove& move, std::vector<int64_t> sizes, const MoveLabel& label) {
   if (const auto dim = shard_dim(move.to); dim >= 0) {
@@ -144,12 +145,13 @@ Conversion conversion_of(
 struct LastInput {
   WeakTensor source;
   int64_t source_version;
-  const c10d::Backend* group; // compared only: a mesh would keep its groups alive
+  const c10d::Backend* group; // only compared: a mesh would keep its groups alive
   WeakNodePtr node;
 };
 thread_local std::optional<LastInput> last_input;
 
-/// The node behind which the same input was put last, if it is the same; else null.
+/// Returns the node of the last input if `source` is that input, unchanged, on the same group.
+/// Otherwise returns null.
 NodePtr find_last(const at::Tensor& source, const LocalMove& move) {
   const bool is_last = last_input &&
                        last_input->source.lock().get() == source.unsafeGetTensorImpl() &&
@@ -158,14 +160,15 @@ NodePtr find_last(const at::Tensor& source, const LocalMove& move) {
   return is_last ? last_input->node.lock() : NodePtr();
 }
 
-/// What gathered this input of the module around, if it may be bypassed.
+/// Returns the node that gathered this input for the enclosing module, if gradients may bypass it.
+/// Otherwise returns null.
 ConversionNode* gathered_by(const at::Tensor& input, const LocalMove& move) {
   auto* node = dynamic_cast<ConversionNode*>(input.grad_fn().get());
   const bool fits = node && node->conversion().of_input && node->conversion().mesh == move.mesh &&
                     move.from == Placement(Replicate{}) && move.to == Placement(Replicate{}) &&
                     node->conversion().grad.from == Placement(Replicate{}) &&
                     move.grad == Placement(Partial{});
-  // Whoever looks at its gradient wants to see all of it.
+  // Hooks on the gathered tensor must see its whole gradient.
   return fits && node->tensor_pre_hooks().empty() && node->pre_hooks().empty() &&
                  node->retains_grad_hooks().empty()
              ? node
@@ -191,8 +194,8 @@ at::Tensor move_input(const at::Tensor& local, const LocalMove& asked, const Mov
   if (is_nothing(move)) {
     return local;
   }
-  // Values that have to move do so at every call: what is still in memory may
-  // differ from rank to rank.
+  // Moves values at every call. An earlier result cannot be reused, because it may still be in
+  // memory on some ranks only, and then collectives would not match.
   const bool only_grads = move.from == move.to;
   if (only_grads && !needs_grad(local)) {
     return local;

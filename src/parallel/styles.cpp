@@ -21,7 +21,7 @@ using torch::nn::LinearImpl;
 using Tensors = ForwardHook::Tensors;
 using AtOutputs = ForwardHook::AtOutputs;
 
-/// Another value while it lives.
+/// Replaces the value of `place` while this object lives.
 template <class T>
 class Swapped {
  public:
@@ -47,12 +47,12 @@ at::Tensor& first(const Tensors& tensors, const MoveLabel& label) {
   return *tensors.front();
 }
 
-/// Of the parameter that this rank has a piece of.
+/// The size along `dim` of the whole parameter; `param` is this rank's piece of it.
 int64_t whole_size(const at::Tensor& param, int64_t dim) {
   return Spread::find(param)->spec().sizes[dim];
 }
 
-/// `style` stays as long as the module has the hook, and so as long as any call.
+/// The hook owns `style`, so `style` outlives every call of the module.
 template <class Style>
 ForwardHook hook_of(std::string name, Style style) {
   return {
@@ -64,20 +64,20 @@ ForwardHook hook_of(std::string name, Style style) {
 
 // ------------------------------------------------------------ Colwise
 
-/// Of a Linear or an Embedding.
+/// ColwiseParallel of a Linear or an Embedding.
 struct Colwise {
   StyledModule at;
   ColwiseParallel style;
   int64_t num_features;               // of the whole output
-  EmbeddingImpl* embedding = nullptr; // where it is one
+  EmbeddingImpl* embedding = nullptr; // null for a Linear
   MoveLabel input_label = label_of(at, "input 0");
   MoveLabel output_label = label_of(at, "output 0");
 
   AtOutputs begin(const Tensors& inputs) const {
     auto& input = first(inputs, input_label);
-    // Every rank computes other features from it, so gradients are summed.
+    // Every rank computes other features from the input, so the input's gradients are summed.
     input = move_input(input, {at.mesh, style.input_layouts, Replicate{}, Partial{}}, input_label);
-    // On CUDA a lookup in rows without columns reads outside of them.
+    // A table without columns gets one, because on CUDA a lookup in it would read out of bounds.
     std::shared_ptr<Swapped<at::Tensor>> weight;
     if (embedding && embedding->weight.size(1) == 0) {
       const auto column = at::zeros({embedding->weight.size(0), 1}, embedding->weight.options());
@@ -114,7 +114,8 @@ struct RowwiseLinear {
         whole_size(linear->weight, 1), " input features: does it lie as input_layouts says?");
     std::shared_ptr<Swapped<at::Tensor>> bias;
     if (linear->bias.defined()) {
-      // Added by one rank. The gradient is whole on all, as that of the output is.
+      // Only one rank adds the bias. Every rank computes the bias's whole gradient, because every
+      // rank has the output's whole gradient.
       auto term = move_local(linear->bias, {at.mesh, Replicate{}, Partial{}}, bias_label);
       bias = std::make_shared<Swapped<at::Tensor>>(linear->bias, std::move(term));
     }
@@ -125,7 +126,7 @@ struct RowwiseLinear {
   }
 };
 
-/// One lookup in this rank's rows of the table: those of others give zeros.
+/// One lookup in this rank's rows of the table. Tokens in other ranks' rows give zeros.
 class VocabularyLookup {
  public:
   VocabularyLookup(EmbeddingImpl& embedding, at::Tensor& tokens, Run rows) {
@@ -138,7 +139,7 @@ class VocabularyLookup {
       padding = *whole - rows.offset;
     }
     padding_.emplace(embedding.options.padding_idx(), padding);
-    if (rows.length == 0) { // there has to be a row to look at
+    if (rows.length == 0) { // a lookup needs at least one row
       const auto& weight = embedding.weight;
       weight_.emplace(
           embedding.weight, at::cat({weight, at::zeros({1, weight.size(1)}, weight.options())}));
@@ -167,7 +168,7 @@ struct RowwiseEmbedding {
   AtOutputs begin(const Tensors& inputs) const {
     auto& tokens = first(inputs, input_label);
     tokens = move_input(tokens, {at.mesh, style.input_layouts, Replicate{}}, input_label);
-    // No rank would miss it.
+    // Without this check, a token outside of the table would give zeros on every rank.
     at::_assert_async(
         ((tokens >= 0) & (tokens < num_rows)).all(),
         input_label.what + " has a number that is none of the table's rows");
@@ -196,7 +197,7 @@ struct Sequence {
   }
 };
 
-/// Of all inputs, or all outputs.
+/// Moves all inputs or all outputs of a module.
 struct Preparation {
   StyledModule at;
   std::string role; // "input" or "output"
@@ -265,7 +266,8 @@ Divisions divisions(const StyledModule& at, const Placement& weight, const Place
   return result;
 }
 
-/// The dim of the weight that the style divides; for a Linear, and an Embedding.
+/// Returns the dim of the weight that the style divides: `linear` for a Linear, `embedding` for an
+/// Embedding. Throws NotImplementedError for other modules.
 int64_t divided_dim(const StyledModule& at, const char* style, int64_t linear, int64_t embedding) {
   if (dynamic_cast<const LinearImpl*>(at.module)) {
     return linear;
@@ -274,7 +276,7 @@ int64_t divided_dim(const StyledModule& at, const char* style, int64_t linear, i
   TORCH_CHECK_NOT_IMPLEMENTED(
       table, kParallelizeTag, style, " currently only supports Linear and Embedding, not ",
       at.text());
-  // They look at whole rows, or count tokens.
+  // max_norm needs whole rows, and scale_grad_by_freq counts tokens.
   TORCH_CHECK_NOT_IMPLEMENTED(
       !table->options.max_norm() && !table->options.scale_grad_by_freq(), kParallelizeTag, style,
       " of ", at.text(), " does not support its options max_norm and scale_grad_by_freq");
@@ -358,7 +360,7 @@ struct HooksOf {
   }
 
  private:
-  /// None for those that prepare nothing.
+  /// Makes no hook for a preparation without layouts.
   static Hooks prepared(const char* style, std::vector<Preparation> preparations) {
     Hooks hooks;
     for (auto& each : preparations) {

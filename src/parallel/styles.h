@@ -9,36 +9,36 @@
 
 namespace fsdp::detail {
 
-inline constexpr const char* kParallelizeTag = "[parallelize_module] "; // begins its messages
+inline constexpr const char* kParallelizeTag = "[parallelize_module] "; // begins messages
 
-/// A module that a plan names, by its name below the one that was given.
+/// A module that a plan names. `name` is relative to the module given to parallelize_module.
 struct StyledModule {
   std::string name;
   torch::nn::Module* module;
   DeviceMesh mesh;
 
-  /// "'layers.0.attention' (AttentionImpl)": for messages.
+  /// Text for messages: "'layers.0.attention' (AttentionImpl)".
   std::string text() const;
 };
 
-/// What a style makes of one of the module's parameters.
+/// How a style places one of the module's parameters.
 struct ParamDivision {
-  std::string name; // below the module that was given
+  std::string name; // relative to the module given to parallelize_module
   at::Tensor param;
   Placement placement;
-  bool sum_grads = false; // every rank computes a term of them
+  bool sum_grads = false; // each rank computes one term of the gradient
 };
 
-/// Throws where the style does not fit the module, or is none.
+/// Returns the placements of the module's parameters. Throws if the style does not fit the module.
 std::vector<ParamDivision> param_divisions(const StyledModule& at, const ParallelStyle& style);
 
-/// What the style does around forward; after the parameters have been divided.
+/// Returns the hooks that the style runs around forward. The parameters must be divided before.
 std::vector<ForwardHook> forward_hooks(const StyledModule& at, const ParallelStyle& style);
 
-/// Whether a style does something to parameters, or only prepares inputs and
-/// outputs. Of the first kind a module has one at most.
+/// Returns true if the style places parameters, false if it only prepares inputs and outputs. A
+/// module can have at most one style that places parameters.
 bool divides(const ParallelStyle& style);
-/// Which of "input" and "output" it moves, as one that only prepares.
+/// Which of "input" and "output" the style prepares. Empty for a style that places parameters.
 std::vector<const char*> prepared_sides(const ParallelStyle& style);
 
 } // namespace fsdp::detail

@@ -8,7 +8,7 @@
 
 namespace fsdp::detail {
 
-// Autograd nodes became intrusive between torch 2.11 and 2.13.
+// Torch 2.13 holds autograd nodes by intrusive_ptr, torch 2.11 by shared_ptr.
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
 using NodePtr = c10::intrusive_ptr<torch::autograd::Node>;
 using WeakNodePtr = c10::weak_intrusive_ptr<torch::autograd::Node>;

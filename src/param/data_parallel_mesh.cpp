@@ -43,7 +43,7 @@ void check(const DeviceMesh& mesh, const DataParallelMeshDims& dims) {
   }
 }
 
-/// One axis.
+/// The named axes as one axis.
 DeviceMesh merged(const DeviceMesh& mesh, const std::vector<std::string>& names) {
   return names.size() == 1 ? mesh[names.front()] : mesh[names].flatten();
 }
@@ -59,7 +59,7 @@ DeviceMesh axes_of(const DeviceMesh& mesh, const DataParallelMeshDims& dims) {
 } // namespace
 
 DataParallelMesh::DataParallelMesh(const DeviceMesh& given, bool replicated) : mesh(given) {
-  const bool merges = replicated && mesh.ndim() > 1; // replicas over all axes
+  const bool merges = replicated && mesh.ndim() > 1; // all axes become one axis of replicas
   const auto first = merges ? mesh.flatten().get_group() : mesh.get_group(0);
   if (replicated) {
     shard_group = first.new_group({first.rank()});
@@ -101,7 +101,7 @@ DataParallelMesh DataParallelMesh::undivided() const {
     return {mesh, true};
   }
   DataParallelMeshDims dims;
-  for (const auto& name : whole->mesh.names()) { // in the mesh's order
+  for (const auto& name : whole->mesh.names()) { // the result is in the mesh's order
     for (const auto* own : {&whole->dims.replicate, &whole->dims.shard}) {
       if (std::find(own->begin(), own->end(), name) != own->end()) {
         dims.replicate.push_back(name);

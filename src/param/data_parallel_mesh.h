@@ -7,31 +7,31 @@
 
 namespace fsdp::detail {
 
-/// Over whom a parameter is divided, and who has the same part: the axes of data
-/// parallelism, and the mesh that they are axes of where that was given.
+/// The ranks over which parameters are sharded and replicated: the axes of data parallelism, and
+/// the mesh that they were taken from, if one was given.
 struct DataParallelMesh {
-  /// Of fully_shard. One axis: of shards. Two: of replicas, then of shards (HSDP).
-  /// With `dims`, those say which axes of a mesh are what; several of a kind count
-  /// as one, which makes this collective over the world.
+  /// For fully_shard. A mesh of one axis shards. A mesh of two axes replicates over the first one
+  /// and shards over the second one (HSDP). With `dims`, the mesh may be larger, and `dims` names
+  /// its axes. Several axes of one kind are merged into one, which is collective over the world.
   explicit DataParallelMesh(
       const DeviceMesh& mesh, const std::optional<DataParallelMeshDims>& dims = {});
-  /// Of replicate: one axis, of ranks that have all of it.
+  /// For replicate: one axis of ranks, each holding whole parameters.
   static DataParallelMesh replicated(
       const DeviceMesh& mesh, const std::optional<DataParallelMeshDims>& dims = {});
 
-  /// The same ranks, all of which have all of it. With two axes, or `dims` of several,
-  /// collective over the world.
+  /// The same ranks, each holding whole parameters. Collective over the world if there are two axes
+  /// or `dims` names several.
   DataParallelMesh undivided() const;
 
-  /// Of the shards, as a mesh of one axis; none where nothing is divided.
+  /// The shard axis as a mesh of one axis. Empty if nothing is sharded.
   std::optional<DeviceMesh> shard_mesh() const;
 
   DeviceMesh mesh; // of one or two axes
   std::optional<int64_t> shard_axis;
-  ProcessGroup shard_group;                    // of one rank where nothing is divided
-  std::optional<ProcessGroup> replicate_group; // where there is more than one replica
+  ProcessGroup shard_group;                    // this rank alone if nothing is sharded
+  std::optional<ProcessGroup> replicate_group; // empty if there is one replica only
 
-  /// What `dims` named axes of.
+  /// The arguments of the constructor, if it was given `dims`.
   struct Whole {
     DeviceMesh mesh;
     DataParallelMeshDims dims;

@@ -31,7 +31,7 @@ void FreeableBuffer::allocate() {
   if (allocated_) {
     return;
   }
-  // On the CPU one that counts may have come since the storage was made.
+  // On the CPU a counting allocator may have been installed since the storage was made.
   auto* allocator = tensor_.is_cpu() ? c10::GetCPUAllocator()
                                      : tensor_.storage().unsafeGetStorageImpl()->allocator();
   set_memory(allocator->allocate(nbytes_));
@@ -70,7 +70,8 @@ at::Tensor FreeableBuffer::free() {
   }
   storage->set_nbytes(0);
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-  // 2.11 cannot take the message back; a touch there is a null pointer.
+  // Torch 2.11 cannot clear the message again: there, access to a freed buffer finds a null
+  // pointer.
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message_);
 #endif
   allocated_ = false;

@@ -8,17 +8,17 @@ namespace fsdp::detail {
 
 // Note [Freeing by storage]
 //
-// What autograd saves of an unsharded parameter is a reference to its storage
-// object. So between reshard and the next unshard the storage object stays and
-// only its memory goes: when it is given some again, its own or that of a gather,
-// with the same values, all that was saved is valid again, and nothing had to be told.
+// Autograd saves an unsharded parameter as a reference to its storage object. So the storage object
+// stays between reshard and the next unshard, and only its memory is freed. Then it gets memory
+// again, newly allocated or from a gather, with the same values. All saved tensors are valid again,
+// without any change to them.
 
-/// A flat buffer whose memory can be freed, and allocated or adopted again, in place.
-/// All views of it follow. Touching a freed one throws and names the owner (torch 2.13
-/// on; before, it is a null pointer).
+/// A flat buffer whose memory can be freed, and allocated or adopted again, in place. All views of
+/// the buffer follow. Access to a freed buffer throws and names the owner; before torch 2.13 the
+/// data pointer is null instead.
 class FreeableBuffer {
  public:
-  /// Has its size but no memory yet: make the views, then call `free`.
+  /// The buffer has its size but no memory yet. Make the views, then call `free`.
   FreeableBuffer(int64_t numel, const at::TensorOptions& options, const std::string& owner);
   void set_owner(const std::string& owner);
 
@@ -30,18 +30,18 @@ class FreeableBuffer {
     return allocated_;
   }
   void allocate();
-  /// Takes the memory of a tensor of this size and dtype, which has none then. Not
-  /// while it has memory.
+  /// Takes the memory of `tensor`, which must have as many bytes and the same device. The buffer
+  /// must have no memory before, and `tensor` has none afterwards.
   void adopt(at::Tensor tensor);
-  /// Gives adopted memory back to the tensor that it was taken of, and that to the
-  /// caller: it is free when he drops it. Else there is none to return.
+  /// Frees the memory and returns an undefined tensor. Adopted memory goes back to its tensor
+  /// instead, which is returned: the memory is freed when the caller drops this tensor.
   at::Tensor free();
 
  private:
   void set_memory(at::DataPtr memory);
 
   at::Tensor tensor_;
-  at::Tensor lender_; // of adopted memory
+  at::Tensor lender_; // whose memory was adopted
   std::string message_;
   size_t nbytes_ = 0;
   bool allocated_ = false;

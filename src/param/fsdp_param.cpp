@@ -21,13 +21,13 @@ TensorTable<FSDPParam*> sharded_params;
 
 } // namespace
 
-/// Takes the place of torch's AccumulateGrad while the unsharded face is
-/// shown: adds into the slot instead of `.grad`.
+/// Replaces torch's AccumulateGrad while the unsharded face is shown. Adds gradients to the slot
+/// instead of `.grad`.
 class UnshardedAccumulator : public autograd::Node {
  public:
   UnshardedAccumulator(
       at::Tensor param, const at::Tensor& unsharded, const std::shared_ptr<FSDPParam::Slot>& slot)
-      : Node(/*sequence_nr=*/UINT64_MAX), // as soon as it is ready, like torch's
+      : Node(/*sequence_nr=*/UINT64_MAX), // runs as soon as it is ready, like torch's
         param_(std::move(param)),
         unsharded_(unsharded),
         name_(slot->name),
@@ -56,7 +56,8 @@ class UnshardedAccumulator : public autograd::Node {
     return {};
   }
 
-  // Hooks that the user registered on the parameter.
+  // Returns the hooks that the user registered on the parameter, so that autograd runs them here
+  // too.
   std::vector<std::unique_ptr<autograd::FunctionPreHook>>& tensor_pre_hooks() noexcept override {
     return autograd::impl::hooks(param_);
   }
@@ -67,15 +68,16 @@ class UnshardedAccumulator : public autograd::Node {
  private:
   const at::Tensor param_;
   const at::Tensor unsharded_;
-  const std::string name_; // when the slot is gone
+  const std::string name_; // for a message after the slot is gone
   const std::weak_ptr<FSDPParam::Slot> slot_;
 };
 
 namespace {
 
-/// Autograd runs a node on the stream that was current when it was made. On
-/// another one than the forward's, a sum of gradients would come too late for
-/// the post-backward that reads it, and a captured graph would not be joined.
+/// Returns true if `node` was made on another stream than the current one. Autograd runs a node on
+/// the stream that was current when the node was made. If this is not the stream of forward, the
+/// sum of gradients comes too late for post-backward, which reads it, and a captured graph is not
+/// joined.
 bool is_of_another_stream(const NodePtr& node, c10::Device device) {
   return has_streams(device) && node->input_metadata(0).stream() != current_stream(device);
 }
@@ -92,15 +94,15 @@ FSDPParam::FSDPParam(
       seen_unsharded_version_(kFirstUnshardedVersion),
       sharded_accumulator_(weak_node(NodePtr())),
       slot_(std::make_shared<Slot>(Slot{{}, std::move(name), {}})) {
-  param_.mutable_grad().reset(); // of the whole
+  param_.mutable_grad().reset(); // belongs to the whole parameter
   const bool is_new = sharded_params.add(param_, this);
   TORCH_INTERNAL_ASSERT(is_new, "parameter '", this->name(), "' is managed already");
 }
 
 FSDPParam::~FSDPParam() {
   if (face_ == Face::Unsharded) {
-    // Our accumulator holds the tensor, and the tensor would keep its memory by
-    // a weak reference: a cycle.
+    // Our accumulator holds the tensor. The tensor's weak reference would keep the accumulator's
+    // memory, and so the tensor itself: a cycle.
     autograd::impl::set_grad_accumulator(param_, sharded_accumulator_);
   }
   sharded_params.remove(param_);
@@ -131,17 +133,17 @@ void FSDPParam::attach(at::Tensor sharded, at::Tensor unsharded) {
   const auto values = shard_values();
   sharded_ = sharded.variable_data();
   unsharded_ = unsharded.variable_data();
-  unsharded_accumulator_ = NodePtr(); // it knows the old one's sizes and dtype
+  unsharded_accumulator_ = NodePtr(); // made for the old view's sizes and dtype
   if (!values.is_meta()) {
     sharded_.copy_(values);
   }
   auto* impl = param_.unsafeGetTensorImpl();
   impl->shallow_copy_from(sharded_.getIntrusivePtr());
   impl->set_version_counter(sharded_version_);
-  sharded_.unsafeGetTensorImpl()->set_version_counter(sharded_version_); // as_dtensor hands it out
+  sharded_.unsafeGetTensorImpl()->set_version_counter(sharded_version_); // as_dtensor returns it
   auto& grad = param_.mutable_grad();
   if (grad.defined()) {
-    grad = grad.to(param_.options()); // Module::to leaves it as it was
+    grad = grad.to(param_.options()); // Module::to does not change gradients
   }
 }
 
@@ -170,7 +172,7 @@ void FSDPParam::show(Face face) {
         is_of_another_stream(unsharded_accumulator_, unsharded_.device())) {
       unsharded_accumulator_ = make_node<UnshardedAccumulator>(param_, unsharded_, slot_);
     }
-    // Also for a frozen parameter: it may be unfrozen later.
+    // Also set for a frozen parameter, which may be unfrozen later.
     autograd::impl::set_grad_accumulator(param_, weak_node(unsharded_accumulator_));
   } else {
     if (!was_replaced()) {
@@ -178,10 +180,10 @@ void FSDPParam::show(Face face) {
     } else if (
         param_.sizes() == unsharded_.sizes() &&
         at::equal(param_.detach(), unsharded_.to(param_.options()))) {
-      // Only moved or cast (Module::to). So is the shard, which may have more
-      // digits than what was gathered.
+      // The user only moved or cast the tensor (Module::to). Does the same to the shard, which may
+      // be more precise than the gathered values.
       impl->shallow_copy_from(sharded_.to(param_.options()).getIntrusivePtr());
-    } // else it stays, to be adopted
+    } // else the new content stays, to be adopted
     impl->set_version_counter(sharded_version_);
     autograd::impl::set_grad_accumulator(param_, sharded_accumulator_);
   }

@@ -16,9 +16,9 @@ namespace fsdp::detail {
 
 // Note [One tensor, two faces]
 //
-// A module holds each parameter as a member and in its parameter dict, an
-// optimizer holds it once more; all point at one TensorImpl. So that one stays,
-// and what it shows changes:
+// A module holds each parameter as a member and in its parameter dict, and an optimizer holds it
+// once more. All of them point at one TensorImpl. So the TensorImpl stays, and its content changes
+// between two faces:
 //
 //              unshard: gather, copy out, show unsharded
 //          ------------------------------------------------>
@@ -29,31 +29,30 @@ namespace fsdp::detail {
 //          <------------------------------------------------
 //              reshard: show sharded, free the buffer
 //
-// - `.grad` is always the sharded gradient, whichever face is shown. What
-//   backward computes for the unsharded face goes into a slot here, by a
-//   gradient accumulator of our own, and from there into the reduction.
-// - Each face has its own version counter, the unsharded one from far away: a
-//   graph built on one face that meets the other one throws, where equal
-//   counters would let a shard be broadcast silently.
-// - A face is a view, but not one that autograd knows of (`variable_data`):
-//   else `zero_grad` could not detach it in place.
-// - Whoever replaces the content of the tensor (Module::to, set_data) is
-//   noticed before the face changes, and what they put there is adopted: a
-//   shard, or the whole parameter.
+// - `.grad` is always the sharded gradient, whichever face is shown. Backward's gradient of the
+//   unsharded face goes into a slot here, through a gradient accumulator of our own, and from there
+//   into the reduction.
+// - Each face has its own version counter. The unsharded one starts at a far higher number, so a
+//   graph that was built on one face throws if it meets the other face. With equal counters a
+//   shard could be broadcast silently.
+// - A face is a view, but autograd does not know this (`variable_data`). Otherwise `zero_grad`
+//   could not detach it in place.
+// - If somebody replaces the content of the tensor (Module::to, set_data), this is noticed before
+//   the face changes. The new content, a shard or the whole parameter, is adopted.
 
 enum class Face : std::uint8_t { Sharded, Unsharded };
 
-/// One managed parameter: its geometry, its two faces, and the gradient of the
-/// unsharded one until it is reduced.
+/// One managed parameter: its geometry, its two faces, and its unsharded gradient until the
+/// gradient is reduced.
 class FSDPParam {
  public:
-  /// Takes a whole, contiguous parameter, of which this rank keeps its part.
+  /// `param` is the whole parameter, contiguous. This rank keeps only its part.
   FSDPParam(
       at::Tensor param, std::string name, const DataParallelMesh& mesh, ShardGeometry geometry);
   ~FSDPParam();
-  FSDPParam(FSDPParam&&) = delete; // known by address
+  FSDPParam(FSDPParam&&) = delete; // `find` returns its address
 
-  /// The one that manages this tensor, or null.
+  /// The object that manages `tensor`, or null.
   static FSDPParam* find(const at::Tensor& tensor);
 
   const std::string& name() const {
@@ -72,33 +71,32 @@ class FSDPParam {
   const at::Tensor& tensor() const {
     return param_;
   }
-  /// Of the shard, its gradient and its optimizer state; of what the user has
-  /// put there last.
+  /// The dtype of the shard, its gradient and its optimizer state. Follows the content that the
+  /// user has put into the tensor last.
   at::ScalarType dtype() const {
     return face_ == Face::Sharded ? param_.scalar_type() : sharded_.scalar_type();
   }
 
   // ---- Faces
 
-  /// This rank's part of what the tensor holds now: the whole parameter, or
-  /// its shard. For a tensor that shows its sharded face. Throws if it is
-  /// neither.
+  /// Returns this rank's part of the tensor's content, which is the whole parameter or its shard.
+  /// The tensor must show its sharded face. Throws ValueError if the sizes fit neither.
   at::Tensor shard_values() const;
-  /// Gives the parameter its memory: its shard, which gets the values above,
-  /// and the unsharded view, which may be freed. Shows the sharded face.
+  /// Sets the memory of both faces and shows the sharded one. Copies shard_values() into `sharded`.
+  /// The memory of `unsharded` may be freed.
   void attach(at::Tensor sharded, at::Tensor unsharded);
 
   Face face() const {
     return face_;
   }
   void show(Face face);
-  /// Whether the content of the tensor is another one than it was given.
+  /// Returns true if somebody replaced the tensor's content.
   bool was_replaced() const;
-  /// Moves when somebody, an optimizer for example, writes into the shard.
+  /// Increases when somebody, for example an optimizer, writes into the shard.
   uint32_t shard_version() const {
     return sharded_version_.current_version();
   }
-  /// Whether somebody wrote into the unsharded face since the last call.
+  /// Returns true if somebody wrote into the unsharded face since the last call.
   bool take_unsharded_edit();
 
   const at::Tensor& sharded() const {
@@ -111,21 +109,21 @@ class FSDPParam {
 
   // ---- Gradients
 
-  /// What backward has computed so far, or an undefined tensor.
+  /// The gradient that backward has computed so far, or an undefined tensor.
   const at::Tensor& unsharded_grad() const {
     return slot_->grad;
   }
   at::Tensor take_unsharded_grad();
-  /// Casts it, so that what comes is added in that dtype.
+  /// Casts the unsharded gradient, so that further gradients are added in `dtype`.
   void accumulate_in(at::ScalarType dtype);
-  /// Called in backward when a part of it arrives.
+  /// `on_grad` is called whenever backward adds to the unsharded gradient.
   void set_on_grad(std::function<void()> on_grad) {
     slot_->on_grad = std::move(on_grad);
   }
-  /// Reduced over the shards' ranks, but not over the replicas yet; in the reduce
-  /// dtype.
+  /// The gradient after its reduction over the shard ranks and before that over the replicas, in
+  /// the reduce dtype. Undefined otherwise.
   at::Tensor partial_grad;
-  /// Adds `grad` to `.grad`, or makes it that, and calls the parameter's
+  /// Adds `grad` to `.grad`, or sets `.grad` if it is undefined. Then calls the parameter's
   /// post-accumulate-grad hooks.
   void add_sharded_grad(const at::Tensor& grad);
 
@@ -136,7 +134,7 @@ class FSDPParam {
 
  private:
   friend class UnshardedAccumulator;
-  /// What the accumulator needs, and may outlive us.
+  /// Shared with the accumulator, which may outlive the FSDPParam and holds the slot weakly.
   struct Slot {
     at::Tensor grad;
     std::string name;
@@ -153,7 +151,7 @@ class FSDPParam {
   c10::VariableVersion sharded_version_;
   c10::VariableVersion unsharded_version_;
   uint32_t seen_unsharded_version_;
-  WeakNodePtr sharded_accumulator_; // torch's own, while the other is shown
+  WeakNodePtr sharded_accumulator_; // torch's own, kept while the unsharded face is shown
   NodePtr unsharded_accumulator_;
   std::shared_ptr<Slot> slot_;
 };

@@ -21,10 +21,10 @@ detail::FSDPParam& managed(const at::Tensor& param, const char* function) {
   return *found;
 }
 
-/// torch keeps one hook per tensor; this one is a list.
+/// Torch keeps one post-accumulate-grad hook per tensor. This one calls a list of hooks.
 struct PostAccumulateHooks : torch::autograd::PostAccumulateGradHook {
   void operator()(const at::Tensor& tensor) override {
-    const auto now = hooks; // one may remove itself
+    const auto now = hooks; // a copy, because a hook may remove itself
     for (const auto& [id, hook] : now) {
       hook(tensor);
     }
@@ -47,7 +47,7 @@ detail::TensorSpec placement(const at::Tensor& param, const char* function) {
 DTensor as_dtensor(const at::Tensor& param) {
   auto spec = placement(param, "as_dtensor");
   const auto* found = detail::FSDPParam::find(param);
-  // What was put in its place since counts, as at the next gather.
+  // If the user replaced the tensor's content, the new content counts, as at the next gather.
   const auto local = found && !found->was_replaced() ? found->sharded() : param.detach();
   return DTensor::from_local(local, spec.mesh, std::move(spec.placements), std::move(spec.sizes));
 }

@@ -12,7 +12,7 @@ namespace fsdp::detail {
 
 namespace {
 
-/// A mesh in the making, axis by axis.
+/// Collects the axes of a mesh and their placements.
 struct Axes {
   std::optional<DeviceMesh> mesh = {};
   std::vector<Placement> placements = {};
@@ -23,8 +23,8 @@ struct Axes {
   }
 };
 
-/// Data parallelism divides after all others: where a later axis divides the same
-/// dim, its Shard becomes a StridedShard.
+/// Data parallelism divides last. If a later axis divides the same dim, the Shard of data
+/// parallelism becomes a StridedShard.
 TensorSpec divided_last(Axes axes, size_t shard_axis, std::vector<int64_t> sizes) {
   const auto dim = shard_dim(axes.placements[shard_axis]);
   int64_t split_factor = 1;
@@ -37,7 +37,7 @@ TensorSpec divided_last(Axes axes, size_t shard_axis, std::vector<int64_t> sizes
   return {std::move(*axes.mesh), std::move(axes.placements), std::move(sizes)};
 }
 
-/// The axes of the whole mesh in its order, those of the shards as one.
+/// Returns the placement on the whole mesh, with the axes in mesh order and the shard axes as one.
 TensorSpec placed_in_whole(const DataParallelMesh& mesh, int64_t dim, const Spread& spread) {
   const auto& [whole, dims] = *mesh.whole;
   const auto& spec = spread.spec();
@@ -60,7 +60,7 @@ TensorSpec placed_in_whole(const DataParallelMesh& mesh, int64_t dim, const Spre
                                : spec.placements[own - spec.mesh.names().begin()];
     axes.add(whole[name], {placement});
   }
-  // Where it was not merged from others, this is the mesh that was given.
+  // If no axes were merged, this is the mesh that was given.
   return shard_axis ? divided_last(std::move(axes), *shard_axis, spec.sizes)
                     : TensorSpec{*axes.mesh, axes.placements, spec.sizes};
 }
@@ -131,7 +131,7 @@ std::vector<ParamAxis> axes_of(const at::Tensor& param) {
   std::vector<ParamAxis> axes;
   const auto add = [&](const ProcessGroup& group, at::DeviceType type, bool divides) {
     if (group.size() > 1) {
-      // What is offloaded is not where its group communicates.
+      // An offloaded parameter is not on the device that its group communicates on.
       const auto device = param.device().type() == type ? param.device() : at::Device(type);
       axes.push_back({group, device, divides});
     }

@@ -11,31 +11,31 @@
 
 namespace fsdp::detail {
 
-// Where a parameter lies at rest, whoever placed it: fully_shard,
-// parallelize_module, or one after the other. Its gradient lies there, too.
+// How a parameter is placed between iterations, by fully_shard, by parallelize_module, or by both.
+// Its gradient is placed the same way.
 
-/// How a tensor of `sizes` lies whose pieces (of `spread`, or else it is whole)
-/// data parallelism divides along `dim`. Throws ValueError where the two meshes do
-/// not go together.
+/// Returns the placement of a parameter that data parallelism shards along `dim`. `sizes` are those
+/// of the whole tensor. If `spread` is not null, data parallelism shards the pieces of `spread`.
+/// Throws ValueError if the two meshes do not go together.
 TensorSpec placed_over(
     const DataParallelMesh& mesh,
     int64_t dim,
     const std::vector<int64_t>& sizes,
     const Spread* spread);
 
-/// None of a tensor that nobody placed.
+/// Returns nothing for a tensor that was never placed.
 std::optional<TensorSpec> placement_of(const at::Tensor& param);
 
-/// Ranks among whom a parameter is divided, or that have the same of it.
+/// A group of ranks over which a parameter is divided, or which all hold the same part of it.
 struct ParamAxis {
   ProcessGroup group;
-  at::Device device; // where it communicates
+  at::Device device; // that the group communicates on
   bool divides;
 };
-/// Those of more than one rank; none of a tensor that nobody placed.
+/// Returns the axes of more than one rank. Empty for a tensor that was never placed.
 std::vector<ParamAxis> axes_of(const at::Tensor& param);
 
-/// As whoever placed it knows it, or "".
+/// The name by which fully_shard or parallelize_module knows the parameter, or "".
 std::string name_of(const at::Tensor& param);
 
 } // namespace fsdp::detail

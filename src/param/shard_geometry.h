@@ -6,15 +6,15 @@
 
 namespace fsdp::detail {
 
-/// How one parameter is divided over the ranks of a group, seen from one of
-/// them: numbers only. Every rank's shard is padded to the longest.
+/// How one parameter is divided over the ranks of a group, in numbers, as seen from one rank. Every
+/// rank's shard is padded to the length of the longest.
 struct ShardGeometry {
   std::vector<int64_t> sizes; // of the whole parameter
   int64_t dim = 0;
   int64_t num_ranks = 1;
   int64_t offset = 0;                // where this rank's shard begins along `dim`
-  std::vector<int64_t> shard_sizes;  // this rank's
-  std::vector<int64_t> padded_sizes; // every rank's
+  std::vector<int64_t> shard_sizes;  // of this rank
+  std::vector<int64_t> padded_sizes; // of every rank
   int64_t padded_numel = 0;
 
   int64_t shard_numel() const;
@@ -24,9 +24,9 @@ struct ShardGeometry {
   }
 };
 
-/// Divides as `torch::chunk` does along dim 0; along another dim only where it
-/// divides evenly. A negative dim counts from the end. Throws ValueError that
-/// names the parameter.
+/// Divides along dim 0 as `torch::chunk` does. A negative dim counts from the end. Throws
+/// ValueError for a scalar or an invalid dim, and NotImplementedError if another dim than 0 is not
+/// divisible by the number of ranks.
 ShardGeometry shard_geometry(
     const std::string& name,
     const std::vector<int64_t>& sizes,

@@ -12,14 +12,13 @@ namespace fsdp::detail {
 
 // Note [Pieces of model parallelism]
 //
-// Tensor parallelism leaves a parameter the tensor that it is: its content
-// becomes this rank's piece, and what that is a piece of is remembered here, by
-// TensorImpl. fully_shard then takes the piece for the whole parameter and
-// shards it over the axes of data parallelism. Only whoever asks for the whole
-// (param_placement.h) puts the two together: the axes of data parallelism come
-// first in the mesh, and divide last.
+// Tensor parallelism keeps a parameter's tensor object and replaces its content by this rank's
+// piece. A Spread remembers what it is a piece of, in a table by TensorImpl. fully_shard then takes
+// the piece for the whole parameter and shards it over the axes of data parallelism. Only
+// param_placement.h combines both: the axes of data parallelism come first in the mesh, and they
+// divide last.
 
-/// One parameter that holds this rank's piece of a tensor; kept by its module.
+/// One parameter that holds this rank's piece of a tensor. Its module keeps the Spread alive.
 class Spread : public std::enable_shared_from_this<Spread> {
  public:
   Spread(at::Tensor param, std::string name, TensorSpec spec);
@@ -27,7 +26,7 @@ class Spread : public std::enable_shared_from_this<Spread> {
   Spread(const Spread&) = delete;
   Spread& operator=(const Spread&) = delete;
 
-  /// The one of this tensor, or null.
+  /// The Spread of `tensor`, or null.
   static std::shared_ptr<Spread> find(const at::Tensor& tensor);
 
   const std::string& name() const {
@@ -38,15 +37,14 @@ class Spread : public std::enable_shared_from_this<Spread> {
   }
   /// Sizes of the pieces of all ranks of the mesh.
   std::vector<std::vector<int64_t>> piece_sizes() const;
-  /// This rank's piece of a tensor that every rank has. No communication.
+  /// Returns this rank's piece of `whole`, which every rank has. No communication.
   at::Tensor piece_of(const at::Tensor& whole) const;
 
-  /// Whether what arrives at the parameter is one rank's term of its gradient, and
-  /// is summed there.
+  /// Whether each rank computes one term of the gradient, which a hook on the parameter sums.
   bool sums_grads = false;
 
  private:
-  const at::Tensor param_; // its address is not given to another one
+  const at::Tensor param_; // held so that its address is not reused
   const std::string name_;
   const TensorSpec spec_;
 };

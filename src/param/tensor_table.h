@@ -7,12 +7,12 @@
 
 namespace fsdp::detail {
 
-/// What is known about some tensors, by the address of their TensorImpl. Ranks may be
-/// threads, so a lock guards it and one table serves all ranks.
+/// A map from tensors to values, by the address of their TensorImpl. One table serves all ranks of
+/// the process, and a lock guards it, because ranks may be threads.
 template <class Value>
 class TensorTable {
  public:
-  /// False if the tensor has an entry already.
+  /// Returns false if the tensor has an entry already.
   bool add(const at::Tensor& tensor, Value value) {
     std::lock_guard lock(mutex_);
     return values_.emplace(tensor.unsafeGetTensorImpl(), std::move(value)).second;

@@ -16,13 +16,13 @@ constexpr int kBlank = 255;
 
 using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
 struct UnfilledTensor {
-  WeakTensor tensor; // keeps its address from being used again
+  WeakTensor tensor; // keeps its address from being reused
   int64_t version;
 };
 TensorTable<UnfilledTensor> unfilled_tensors;
-std::atomic<size_t> sweep_at = 1024; // entries
+std::atomic<size_t> sweep_at = 1024; // number of entries
 
-/// What the tensor's memory holds; writes to it leave the version alone.
+/// The tensor's memory as bytes. To write to them does not change the tensor's version.
 at::Tensor bytes_of(const at::Tensor& tensor) {
   return at::from_blob(
       tensor.data_ptr(), {static_cast<int64_t>(tensor.nbytes())},
@@ -33,9 +33,9 @@ bool is_blank(const at::Tensor& values) {
   if (values.numel() == 0 || values.is_meta()) {
     return false;
   }
-  if (at::isFloatingType(values.scalar_type())) { // NaN stays NaN when it is cast
+  if (at::isFloatingType(values.scalar_type())) { // a NaN stays NaN when it is cast
     const auto flat = values.reshape(-1);
-    return flat[0].to(at::kFloat).isnan().item<bool>() && // mostly not
+    return flat[0].to(at::kFloat).isnan().item<bool>() && // cheap, and mostly false
            flat.to(at::kFloat).isnan().all().item<bool>();
   }
   return values.is_non_overlapping_and_dense() && bytes_of(values).min().item<int>() == kBlank;
@@ -63,7 +63,7 @@ bool is_unfilled(const at::Tensor& tensor) {
   if (!version) {
     return false;
   }
-  if (const auto* param = FSDPParam::find(tensor)) { // whose counter may be another one by now
+  if (const auto* param = FSDPParam::find(tensor)) { // has another version counter by now
     return is_blank(param->was_replaced() ? tensor.detach() : param->sharded());
   }
   return tensor._version() == *version && is_blank(tensor.detach());

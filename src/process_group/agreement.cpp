@@ -29,7 +29,7 @@ uint64_t num_checked_calls() {
   return number;
 }
 
-/// What has to be the same everywhere.
+/// The properties of a call that must be the same on every rank.
 std::vector<int64_t> fingerprint(const CollectiveCall& call) {
   const bool has_output = call.output.defined();
   const bool split = !call.out_splits.empty() || !call.in_splits.empty();
@@ -72,7 +72,8 @@ void check_agreement(GroupState& group, const CollectiveCall& call) {
   if (group.num_calls++ >= num_checked_calls()) {
     return;
   }
-  const auto options = at::device(at::kCPU).dtype(at::kLong); // under MetaInit too
+  // Under MetaInit a tensor without a named device would be a meta tensor.
+  const auto options = at::device(at::kCPU).dtype(at::kLong);
   const auto mine = at::tensor(fingerprint(call), options);
   auto all = at::empty({backend.getSize(), mine.numel()}, options);
   issue(backend, {.kind = CollectiveKind::AllGather, .output = all, .input = mine})->wait();

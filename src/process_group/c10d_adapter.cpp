@@ -22,7 +22,8 @@ c10d::ReduceOp to_c10d(const ReduceOp& op) {
     case ReduceOp::Product:
       return c10d::ReduceOp::PRODUCT;
     case ReduceOp::PremulSum: {
-      c10d::ReduceOp premul_sum; // c10d's maker of these has other names elsewhere
+      // Built by hand: the name of c10d's factory function depends on the version.
+      c10d::ReduceOp premul_sum;
       premul_sum.op_ = c10d::ReduceOp::PREMUL_SUM;
       premul_sum.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(op.factor());
       return premul_sum;
@@ -54,7 +55,7 @@ ReduceOp from_c10d(const c10d::ReduceOp& op) {
   }
 }
 
-/// Each part is gathered by itself, all in one launch.
+/// Gathers each part of the plan by an all-gather of its own, all in one launch.
 c10::intrusive_ptr<c10d::Work> gather_parts(
     c10d::Backend& backend,
     const at::Tensor& output,
@@ -82,8 +83,9 @@ c10::intrusive_ptr<c10d::Work> issue(c10d::Backend& backend, const CollectiveCal
   if (auto* local = dynamic_cast<LocalBackend*>(&backend)) {
     return local->issue_call(call);
   }
-  // Flat, because some backends compare shapes where only counts matter; an
-  // all-to-all with splits counts in rows.
+  // Tensors are flattened, because some backends compare shapes although only the
+  // number of elements matters. An all-to-all with splits keeps its rows: the
+  // splits are lengths along dim 0.
   const bool flat = call.out_splits.empty() && call.in_splits.empty();
   auto output = call.output.defined() && flat ? call.output.view(-1) : call.output;
   auto input = call.input.defined() && flat ? call.input.view(-1) : call.input;

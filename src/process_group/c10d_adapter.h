@@ -9,28 +9,28 @@
 
 namespace fsdp::detail {
 
-// The one place where c10d's names of collectives are spelled, because they
-// move between versions: calls to any backend go through `issue`, and our own
-// backends derive from `LocalBackend`, which turns c10d's calls back into
-// CollectiveCall records.
+// c10d renames its collective functions between versions, so only this file and
+// its .cpp name them. Calls to any backend go through `issue`. Our own backends
+// derive from `LocalBackend`, which turns c10d's calls back into CollectiveCall
+// records.
 
-/// Starts `call` on `backend`; the op must be one that the backend knows.
+/// Starts `call` on `backend`. The backend must support the reduction `call.op`.
 c10::intrusive_ptr<c10d::Work> issue(c10d::Backend& backend, const CollectiveCall& call);
 
-/// Whether the backend itself computes Avg and PremulSum. For the others a
-/// Sum does it, with a multiplication before or a division after.
+/// Returns true if the backend itself computes Avg and PremulSum. For other
+/// backends the caller uses Sum and multiplies before it or divides after it.
 bool scales_natively(const c10d::Backend& backend);
 
-/// A backend of ours: one function instead of twenty.
+/// Base of our own backends: they implement one function instead of c10d's twenty.
 class LocalBackend : public c10d::Backend {
  public:
   LocalBackend(int rank, int size, std::string name)
       : Backend(rank, size), name_(std::move(name)) {}
 
-  /// `call` has been checked.
+  /// Starts `call`, which has passed `check_call`.
   virtual c10::intrusive_ptr<c10d::Work> issue_call(CollectiveCall call) = 0;
 
-  /// Whether a gather by a plan takes but one launch for each part.
+  /// Whether an all-gather with a GatherPlan needs only one launch per part on a GPU.
   virtual bool places_on_devices() const {
     return false;
   }

@@ -25,8 +25,8 @@ enum class CollectiveKind : std::uint8_t {
 
 const char* to_string(CollectiveKind kind);
 
-/// What one rank brings to one collective. In-place collectives (all-reduce,
-/// broadcast) use `output` alone; a barrier has no tensor.
+/// One rank's call of a collective: the tensors and options. In-place collectives
+/// (all-reduce, broadcast) use `output` alone. A barrier has no tensor.
 struct CollectiveCall {
   CollectiveKind kind = CollectiveKind::Barrier;
   at::Tensor output;
@@ -35,20 +35,21 @@ struct CollectiveCall {
   int root = 0;
   std::vector<int64_t> out_splits; // all-to-all: lengths along dim 0, or empty
   std::vector<int64_t> in_splits;
-  // All-gather: where the parts of every input go; null for whole inputs in a row.
+  // All-gather: where the parts of each rank's input go in the output. Null: the
+  // inputs follow one another in rank order.
   std::shared_ptr<const GatherPlan> plan = nullptr;
 
   /// "all_gather(out float[8], in float[2])"
   std::string str() const;
-  /// Of the larger side, without gaps.
+  /// Bytes of the larger one of input and output. Gaps in a planned output do not count.
   int64_t bytes() const;
 };
 
 /// Throws ValueError unless `call` is well-formed for `rank` of a group of
 /// `size`: matching element counts, one dtype and device, contiguous, a valid
-/// root. Input and output may share memory only where the input is this rank's
-/// part of an all-gather's output, or the output that of a reduce-scatter's
-/// input.
+/// root. Input and output may share memory in two cases only: the input of an
+/// all-gather may be this rank's part of the output, and the output of a
+/// reduce-scatter may be this rank's part of the input.
 void check_call(const CollectiveCall& call, int rank, int size);
 
 } // namespace fsdp::detail

@@ -35,7 +35,8 @@ struct Place {
   int world_size = 1;
 };
 
-/// Rank and size where no peers need to be met.
+/// Rank and world size for a backend without a rendezvous. `otherwise` has the
+/// values for what `options` leave open.
 Place local_place(const InitOptions& options, Place otherwise) {
   const Place place{
       options.rank < 0 ? otherwise.rank : options.rank,
@@ -58,7 +59,8 @@ std::shared_ptr<RankContext> join_processes(
   return detail::make_context(std::move(factory), world_size, local_rank);
 }
 
-/// Inside run_ranks: the world is there; a program may still say what it wants.
+/// Throws ConfigError if `options` ask for another world than the one that
+/// run_ranks has made for this thread.
 void check_fits(const RankContext& context, const InitOptions& options) {
   const auto& world = context.world;
   const bool fits = (options.backend.empty() || options.backend == "threads") &&
@@ -100,7 +102,7 @@ void destroy_process_group() {
   const auto context = detail::current_context();
   TORCH_CHECK(context, "[destroy_process_group] there is no process group");
   if (context->from_run_ranks) {
-    return; // run_ranks ends it
+    return; // run_ranks itself ends its world
   }
   if (context->place) {
     detail::set_thread_context(nullptr);

@@ -38,11 +38,12 @@ std::vector<std::string> gather_texts(const std::string& mine) {
   }
   const auto group = default_group();
   const auto device = world_device();
-  // The first `bytes` of every rank's message, which is the length and the text.
+  // Returns the first `bytes` of every rank's message. A message is the length of
+  // the text, then the text.
   const auto gather = [&](std::string message, size_t bytes) {
     message.resize(bytes);
     const auto size = static_cast<int64_t>(bytes);
-    // The CPU is named because of MetaInit.
+    // Under MetaInit a tensor without a named device would be a meta tensor.
     auto part = at::empty({size}, at::device(at::kCPU).dtype(at::kByte));
     std::memcpy(part.mutable_data_ptr<uint8_t>(), message.data(), bytes);
     const auto input = part.to(device);
@@ -63,7 +64,7 @@ std::vector<std::string> gather_texts(const std::string& mine) {
   };
   const uint64_t length = mine.size();
   const auto message = std::string(reinterpret_cast<const char*>(&length), sizeof(length)) + mine;
-  constexpr size_t kShort = 512; // most are: no second collective
+  constexpr size_t kShort = 512; // most messages fit, and need no second collective
   auto all = gather(message, kShort);
   size_t longest = kShort;
   for (const auto& theirs : all) {

@@ -14,14 +14,17 @@ struct World {
   int size = 1;
 };
 World current_world();
-/// Where all ranks communicate; needs a process group.
+/// The device that the world's collectives work on: the current GPU with nccl,
+/// else the CPU. Needs a process group.
 c10::Device world_device();
 
-/// Whether a rank has died; empty where that cannot be told. For any thread. Who keeps it
-/// stays alive to the others, also when its world has ended.
+/// Returns a function that tells whether a rank has died; any thread may call it.
+/// Returns an empty function if the backend cannot tell. As long as a process
+/// keeps the function, its peers see the process as alive, even after it has left
+/// the world.
 std::function<bool(int rank)> watch_ranks();
 
-/// The text of each rank of the world. Collective.
+/// Returns every rank's `mine`, by rank. Collective.
 std::vector<std::string> gather_texts(const std::string& mine);
 
 } // namespace fsdp::detail

@@ -28,13 +28,14 @@ bool fits_wide_elements(const at::Tensor& rows) {
          reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kWide == 0;
 }
 
-/// So many rows of `numel` from an offset on; with a stride of 0, one for all.
+/// A view of `flat` from `offset` on: `times` rows of `numel` elements. With a
+/// stride of 0 all rows are the same memory.
 at::Tensor as_rows(
     const at::Tensor& flat, int64_t offset, int64_t times, int64_t numel, int64_t stride) {
   return flat.as_strided({times, numel}, {stride, 1}, flat.storage_offset() + offset);
 }
 
-/// `numel` elements of `in` from an offset on into `out` from an offset on, `times` times.
+/// Copies `numel` elements of `in` to `out`, `times` times one behind the other.
 void repeat(
     const at::Tensor& out,
     int64_t out_offset,
@@ -48,7 +49,7 @@ void repeat(
   auto to = as_rows(out, out_offset, times, numel, numel);
   auto from = as_rows(in, in_offset, times, numel, 0);
   if (!in.is_cpu() && fits_wide_elements(from) && fits_wide_elements(to)) {
-    // The same bytes in the largest elements there are, which a GPU copies fastest.
+    // A GPU copies the same bytes fastest as the widest elements, those of 16 bytes.
     from = from.view(at::kComplexDouble);
     to = to.view(at::kComplexDouble);
   }

@@ -5,9 +5,10 @@
 
 namespace fsdp::detail {
 
-/// Completes every collective at once and alone, as if each peer held what
-/// this rank holds (sums are this rank's share only). For planning and for
-/// measuring host cost at any world size; exact for one rank.
+/// Completes every collective at once, without peers. A gather repeats this
+/// rank's input, as if each peer had the same; a reduction has this rank's
+/// contribution only. For planning and for measuring host cost at any world size.
+/// The results are exact in a group of one rank.
 class FakeBackend : public LocalBackend {
  public:
   FakeBackend(int rank, int size, const std::string& name = "fake")

@@ -25,8 +25,8 @@ PlaceGathers asked_for() {
                             : PlaceGathers::WhereWorthIt;
 }
 
-/// Whether each part begins where NCCL can move many bytes at a time. Those of
-/// the whole buffer do: see flat_layout.
+/// Returns true if each part is aligned so that NCCL can move many bytes at a
+/// time. Offsets in the whole buffer always are: see flat_layout.
 bool is_aligned(const GatherPlan& plan, int64_t element_size) {
   constexpr int64_t kAlignment = 16;
   return std::all_of(plan.parts.begin(), plan.parts.end(), [&](const auto& part) {
@@ -35,10 +35,10 @@ bool is_aligned(const GatherPlan& plan, int64_t element_size) {
   });
 }
 
-/// Whether the copy-out that is spared takes longer than to launch the parts one
-/// by one, on host and device.
+/// Returns true if the parts are so large on average that the copy-out, which
+/// placing avoids, would take longer than launching the parts one by one.
 bool has_large_parts(const GatherPlan& plan, int64_t element_size) {
-  constexpr int64_t kWorthIt = 1 << 20; // bytes of whole parameter
+  constexpr int64_t kWorthIt = 1 << 20; // bytes of a whole parameter
   const auto num_parts = static_cast<int64_t>(plan.parts.size());
   return plan.in_numel * plan.ranks * element_size >= kWorthIt * num_parts;
 }
@@ -54,7 +54,7 @@ void place(const at::Tensor& out, const std::vector<const void*>& inputs, const 
   const auto size = static_cast<int64_t>(out.element_size());
   for (const auto& part : plan.parts) {
     auto* run = static_cast<char*>(out.data_ptr()) + part.out * size;
-    auto input = inputs.begin(); // of the first ranks: the others may have none of it
+    auto input = inputs.begin(); // the last ranks are not read if they have only padding
     for (int64_t done = 0; done < part.whole; done += part.numel) {
       std::memcpy(
           run + done * size, static_cast<const char*>(*input++) + part.in * size,
@@ -82,7 +82,7 @@ void place_repeated(const at::Tensor& out, const at::Tensor& in, const GatherPla
     auto* run = static_cast<char*>(out.data_ptr()) + part.out * size;
     const auto* from = static_cast<const char*>(in.const_data_ptr()) + part.in * size;
     std::memcpy(run, from, std::min(part.numel, part.whole) * size);
-    // Twice as much each time: few copies however many ranks.
+    // Each copy doubles what is filled, so there are few copies for any number of ranks.
     for (int64_t done = part.numel; 0 < done && done < part.whole; done *= 2) {
       std::memcpy(run + done * size, run, std::min(done, part.whole - done) * size);
     }

@@ -13,58 +13,62 @@ namespace fsdp::detail {
 
 // Note [Placed all-gathers]
 //
-// An all-gather leaves what the ranks sent one behind the other, while a whole
-// parameter is made of one part of each: a second pass over all memory, and a
-// second buffer. Where parts can be gathered one by one, every one is put where
-// it belongs at once:
-// - On the CPU our own backends move the bytes themselves, and always do; what
-//   other transports gather is copied out by the same plan.
-// - On a GPU each part is an operation: a copy (fake), one of a grouped launch
-//   (nccl), or as many copies as there are ranks (threads, which therefore leave
-//   it). That pays where parts are large, and where they are aligned; else one
-//   gather and one copy-out are quicker.
-// All ranks must decide alike, so it is decided by what they all know.
+// An ordinary all-gather writes the ranks' inputs one behind the other. But a
+// whole parameter consists of one part from each rank, so a copy-out must follow:
+// a second pass over all memory and a second buffer. A placed all-gather writes
+// each part directly to its final position:
+// - On the CPU our own backends copy the bytes themselves, so they place by default.
+//   What other backends gather is copied out by the same plan.
+// - On a GPU each part is one operation: one copy (fake), one all-gather of a
+//   grouped launch (nccl), or one copy per rank (threads, which by default do not
+//   place for that reason). That is faster if the parts are large and, for nccl,
+//   aligned. Otherwise one all-gather and one copy-out are faster.
+// All ranks must decide alike, so the decision depends only on what all ranks know.
 // Streams and lifetimes: see Note [Who keeps communication buffers alive].
 
-/// Where the parts of what each rank sends belong. Part p of rank r goes to
-/// `out + r * numel` of p, so that the ranks' form one run. What comes last in a
-/// run may be padding, for which there is room: it need not be written.
+/// Where the parts of each rank's input go in the output of an all-gather. A part
+/// of rank r goes to `out + r * numel`, so the ranks' parts form one run, which is
+/// the whole parameter. A run may end with padding. The output has room for the
+/// padding, but the padding need not be written.
 struct GatherPlan {
+  /// Offsets and lengths are in elements.
   struct Part {
-    int64_t in = 0; // offsets and lengths in elements
+    int64_t in = 0;
     int64_t out = 0;
     int64_t numel = 0; // of one rank
-    int64_t whole = 0; // of the run, without padding
+    int64_t whole = 0; // of all ranks together, without padding
   };
   std::vector<Part> parts;
   int64_t ranks = 1;
   int64_t in_numel = 0;
-  int64_t out_numel = 0; // there may be gaps, which stay as they are
+  int64_t out_numel = 0; // includes gaps between the runs, which are not written
 };
 
-/// Puts what the ranks sent, by rank, in its places: bytes, on the CPU. Moves no
-/// version counter.
+/// Copies the ranks' inputs to their places in `out`. All memory is on the CPU.
+/// Does not change the version counter of `out`.
 void place(const at::Tensor& out, const std::vector<const void*>& inputs, const GatherPlan& plan);
-/// What one rank sent, on a device: a copy for each part, on the current stream.
+/// Copies the input of one rank to its places in `out`, which is on a device: one
+/// copy per part, on the current stream.
 void place_on_device(
     const at::Tensor& out, const at::Tensor& in, const GatherPlan& plan, int64_t rank);
 
-/// The same as if all ranks had sent this, on the CPU.
+/// Like `place`, as if every rank had sent `in`.
 void place_repeated(const at::Tensor& out, const at::Tensor& in, const GatherPlan& plan);
 
-/// On GPUs: where it is worth it, wherever it can be done (`threads` too), or
-/// not, which holds for the CPU as well.
+/// When to place all-gathers. WhereWorthIt: on a GPU if that is faster. Always: on
+/// a GPU if the backend can, `threads` too. Never: neither on a GPU nor on the CPU.
 enum class PlaceGathers : std::uint8_t { WhereWorthIt, Always, Never };
 
-/// What FSDP_PLACED_GATHERS (auto, always, never) says; tests set it.
+/// The value of FSDP_PLACED_GATHERS (auto, always, never). Tests change it.
 std::atomic<PlaceGathers>& place_gathers();
 
-/// Whether the group's backend is to gather tensors of these options by a plan:
-/// the same on all ranks.
+/// Returns true if the group is to place all-gathers with this plan and these
+/// tensor options. All ranks get the same answer.
 bool places_gathers(
     const ProcessGroup& group, const GatherPlan& plan, const at::TensorOptions& options);
 
-/// `in` of every rank into its places in `out`. For a group that can.
+/// Gathers every rank's `in` to its places in `out`. Only for a group whose
+/// backend can place.
 Work all_gather_placed_async(
     const ProcessGroup& group,
     at::Tensor out,

@@ -1,4 +1,4 @@
-#ifndef USE_C10D_GLOO // some torch packages define it
+#ifndef USE_C10D_GLOO // some torch packages define this already
 #define USE_C10D_GLOO
 #endif
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>

@@ -4,8 +4,8 @@
 
 namespace fsdp::detail {
 
-/// torch's own gloo, listening on `spec.address` (or on the interface that
-/// GLOO_SOCKET_IFNAME names). Collective over the group.
+/// Makes torch's gloo backend. It listens on `spec.address`, or on the interface
+/// that GLOO_SOCKET_IFNAME names. Collective over the group.
 c10::intrusive_ptr<c10d::Backend> make_gloo(const BackendSpec& spec);
 
 } // namespace fsdp::detail

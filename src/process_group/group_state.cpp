@@ -23,7 +23,7 @@ std::shared_ptr<GroupState> BackendFactory::group(
   if (!state) {
     auto name = join(world_ranks, "-") + (tag.empty() ? "" : "/" + tag);
     auto made = std::make_shared<GroupState>();
-    // A rank alone needs no transport: the fake group of one is exact.
+    // A group of one rank needs no transport: the fake backend is exact there.
     if (world_ranks.size() == 1) {
       made->backend = c10::make_intrusive<FakeBackend>(0, 1, transport_);
     } else {

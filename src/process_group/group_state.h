@@ -15,29 +15,30 @@ namespace fsdp::detail {
 class BackendFactory;
 class Liveness;
 
-/// What the copies of a ProcessGroup share.
+/// The state that all copies of a ProcessGroup share.
 struct GroupState {
   c10::intrusive_ptr<c10d::Backend> backend;
   std::string name;
   std::vector<int> world_ranks;
-  std::weak_ptr<BackendFactory> factory; // none for a user's own backend
+  std::weak_ptr<BackendFactory> factory; // empty if the user made the backend
   std::atomic<uint64_t> num_calls{0};
 };
 
-/// Makes the groups of one rank over one transport, and keeps them: asking
-/// again for the same ranks must give the same group on every rank, however
-/// long each rank held on to the first.
+/// Makes the groups of one rank over one transport, and keeps them. A second
+/// request for the same ranks must give the same group on every rank, even if
+/// some ranks have dropped their first one.
 class BackendFactory : public std::enable_shared_from_this<BackendFactory> {
  public:
   virtual ~BackendFactory() = default;
 
   std::shared_ptr<GroupState> group(const std::vector<int>& world_ranks, const std::string& tag);
 
-  /// After a failed collective: which peers are gone, as a sentence, or "".
+  /// Returns a sentence that says which peers are gone, for the message of a
+  /// failed collective, or "".
   virtual std::string diagnose() {
     return "";
   }
-  /// Tells which ranks are gone; null where a rank that is gone fails the others by itself.
+  /// Tells which ranks are gone. Null if the transport itself reports a rank that is gone.
   virtual std::shared_ptr<Liveness> liveness() const {
     return nullptr;
   }
@@ -47,8 +48,8 @@ class BackendFactory : public std::enable_shared_from_this<BackendFactory> {
   BackendFactory(int world_rank, std::string transport)
       : world_rank_(world_rank), transport_(std::move(transport)) {}
 
-  /// For two ranks or more. `name` is the same on every member; `rank` indexes
-  /// `world_ranks`.
+  /// Makes the backend of a group of two ranks or more. `name` is the same on
+  /// every member. `rank` is this rank's index in `world_ranks`.
   virtual c10::intrusive_ptr<c10d::Backend> make(
       const std::string& name, const std::vector<int>& world_ranks, int rank) = 0;
 

@@ -13,10 +13,10 @@ namespace fsdp::detail {
 
 namespace {
 
-// torch's own default; and a range above it for ports that we derive.
+// torch's default port, and above it the range of the ports that derived_port returns.
 constexpr int kDefaultPort = 29500;
 constexpr int kFirstDerivedPort = 29501;
-constexpr int kNumDerivedPorts = 3000; // below those that the kernel gives out
+constexpr int kNumDerivedPorts = 3000; // the range ends below the kernel's ephemeral ports
 
 class Reader {
  public:
@@ -37,7 +37,7 @@ class Reader {
   int number(const std::string& name, int otherwise) const {
     return has(name) ? number(name) : otherwise;
   }
-  /// The variable whose presence made us expect the others.
+  /// Names the variable that made us expect the others, for messages about missing ones.
   void expect_because(const std::string& name) {
     because_ = name;
   }
@@ -47,9 +47,10 @@ class Reader {
   std::string because_;
 };
 
-// One port for all ranks of a job, another one for the next job on the host.
+// The same port for all ranks of a job, and most likely another port for another
+// job on the same host.
 int derived_port(const std::string& job) {
-  uint32_t hash = 2166136261u; // FNV-1a: the same in every process
+  uint32_t hash = 2166136261u; // FNV-1a gives the same value in every process
   for (const char c : job) {
     hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
   }
@@ -112,13 +113,13 @@ LaunchEnv read_pmi(Reader& env) {
 
 using ReadLauncher = LaunchEnv (*)(Reader& env);
 
-/// For the launcher that started this process, or null.
+/// Returns the reader for the launcher that started this process, or null.
 ReadLauncher find_launcher(const Reader& env) {
   if (env.has("RANK") || env.has("WORLD_SIZE")) {
     return read_torchrun;
   }
-  // Inside a batch script, but outside srun, SLURM_PROCID is set as well;
-  // such a process is alone.
+  // SLURM_PROCID alone is not enough: a batch script has it too, and a process
+  // that it starts without srun is a world of its own.
   if (env.has("SLURM_STEP_ID") && env.has("SLURM_PROCID")) {
     return read_slurm;
   }

@@ -6,38 +6,38 @@
 
 namespace fsdp::detail {
 
-/// What a launcher told this process through its environment.
+/// What a launcher told this process through environment variables.
 struct LaunchEnv {
   std::string launcher = "no launcher"; // for messages
   int rank = 0;
   int world_size = 1;
   int local_rank = 0;
   int local_world_size = 0; // ranks on this machine; 0: unknown
-  std::string master_addr;  // where rank 0 runs; "" when nobody said
-  int master_port = 0;      // 0: nobody said
-  bool agent_store = false; // the launcher itself serves the store
-  int attempt = 0;          // of an elastic restart
+  std::string master_addr;  // the host of rank 0; "": unknown
+  int master_port = 0;      // 0: unknown
+  bool agent_store = false; // the launcher serves the store, not rank 0
+  int attempt = 0;          // how often torchrun has restarted the ranks
 
   bool one_machine() const;
 };
 
 using GetEnv = std::function<std::optional<std::string>(const std::string& name)>;
 
-/// The process's own environment.
+/// Reads the environment of this process. An empty variable counts as not set.
 std::optional<std::string> process_env(const std::string& name);
 
-/// Understands, in this order: torchrun and `fsdp run` (RANK, WORLD_SIZE),
+/// Recognises, in this order: torchrun and `fsdp run` (RANK, WORLD_SIZE),
 /// Slurm (srun), Open MPI, and PMI launchers (MPICH, Intel MPI). MASTER_ADDR
-/// and MASTER_PORT win over what a launcher implies. Throws ConfigError that
-/// names the variable.
+/// and MASTER_PORT override what a launcher implies. Throws ConfigError that
+/// names the variable if one is missing or wrong.
 LaunchEnv read_launch_env(const GetEnv& get);
 
-/// Throws ConfigError, beginning with `who`, unless `rank` is one of
-/// `world_size`.
+/// Throws ConfigError unless `rank` is a rank of a world of `world_size`. The
+/// message begins with `who`.
 void check_place(const std::string& who, int rank, int world_size);
 
-/// Fills in where rank 0 serves the store; throws ConfigError that says what
-/// to set where nobody said.
+/// Completes the address and port of the store. Throws ConfigError that says which
+/// variable to set if the host of rank 0 is unknown.
 void require_master(LaunchEnv& launch);
 
 /// "node[07-08,11]" -> "node07"

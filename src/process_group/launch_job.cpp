@@ -24,16 +24,17 @@ constexpr auto kLeaveAfterFailure = seconds(5);
 constexpr auto kSilence = seconds(60);
 constexpr const char* kFailed = "failed";
 constexpr const char* kLeft = "left";
-constexpr const char* kAlive = "alive"; // counts up while a node other than 0 watches its ranks
+constexpr const char* kAlive = "alive"; // a counter; nodes other than 0 increment it while they run
 constexpr const char* kShape = "shape";
 
-/// Waits until somebody listens there: c10d's own wait cannot be interrupted.
+/// Waits until the launcher of node 0 listens at `master`. c10d could wait too, but
+/// `stop` could not interrupt that.
 void wait_for_node_0(const detail::Endpoint& master, const std::function<bool()>& stop) {
   const auto listens = [&] {
     try {
       return detail::connect_to(master.host, master.port, milliseconds(500)).get() >= 0;
     } catch (const CommError&) {
-      return false; // a name may come up together with its machine
+      return false; // a host name may not resolve before its machine has started
     }
   };
   const auto deadline = Clock::now() + kConnectTimeout;
@@ -52,7 +53,7 @@ void wait_for_node_0(const detail::Endpoint& master, const std::function<bool()>
 struct LaunchJob::State {
   LaunchOptions options;
   detail::Endpoint master;
-  c10::intrusive_ptr<c10d::Store> store; // the launchers' own part
+  c10::intrusive_ptr<c10d::Store> store; // keys of the launchers, not of the ranks
   Clock::time_point next_poll = Clock::now();
 };
 
@@ -114,7 +115,7 @@ void LaunchJob::report(const Failure& failure) {
   try {
     state_->store->set(kFailed, std::to_string(failure.exit_code) + " " + failure.what);
   } catch (const std::exception&) {
-    // Node 0 is gone, so the others know already.
+    // Node 0 is gone with its store, and the other nodes notice that themselves.
   }
 }
 
@@ -148,7 +149,7 @@ void LaunchJob::leave(bool failed, const std::function<bool()>& stop) {
   try {
     store.add(kLeft, 1);
   } catch (const std::exception&) {
-    return; // node 0 is gone: there is nobody to wait for
+    return; // node 0 is gone, and only node 0 waits for the others
   }
   if (options.node_rank != 0) {
     return;

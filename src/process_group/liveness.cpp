@@ -34,7 +34,7 @@ std::string Liveness::endpoint() const {
 void Liveness::set_peers(std::vector<std::string> endpoints) {
   endpoints_ = std::move(endpoints);
   connections_.resize(endpoints_.size());
-  std::vector<Fd> begun; // not kept: who is asked later has to answer then
+  std::vector<Fd> begun; // closed at the end: is_gone connects again
   for (const auto& endpoint : endpoints_) {
     const Address peer(endpoint);
     begun.push_back(begin_connect(peer.host, peer.port));
@@ -46,7 +46,8 @@ void Liveness::set_peers(std::vector<std::string> endpoints) {
   drop_callers();
 }
 
-/// What the kernel has accepted for us has been answered by that, and must not fill the queue.
+/// Closes the connections that the kernel has accepted for this rank. A peer learns
+/// from the accept that this rank is alive, and waiting connections would fill the queue.
 void Liveness::drop_callers() const {
   pollfd waiting{.fd = listener_.fd.get(), .events = POLLIN, .revents = 0};
   while (poll(&waiting, 1, 0) == 1) {

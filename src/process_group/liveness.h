@@ -8,22 +8,25 @@
 
 namespace fsdp::detail {
 
-/// Tells which peers are gone. Every rank keeps a listening socket that nobody
-/// reads: the kernel accepts connections for a live process, however busy, and
-/// ends and refuses them once it is dead. Who does not answer at the start, when all
-/// are there, is behind a firewall or has another address: never called gone.
+/// Tells which peers are gone. Every rank keeps a listening socket and never reads
+/// from it. The kernel accepts connections for a live process, however busy the
+/// process is. When the process dies, the kernel closes its connections and refuses
+/// new ones. A rank that does not answer at the start, when all ranks are alive, is
+/// behind a firewall or has another address. Such a rank is never called gone.
 class Liveness {
  public:
   /// Opens this rank's socket on `address`.
   explicit Liveness(const std::string& address);
 
-  /// "address port": what the peers need to know.
+  /// "address port" of this rank's socket, for `set_peers` of the peers.
   std::string endpoint() const;
 
-  /// `endpoints[r]` is rank r's, which is there; called once, before the following.
+  /// `endpoints[r]` belongs to rank r. Must be called once, before `is_gone` and
+  /// `gone`, while all ranks are alive.
   void set_peers(std::vector<std::string> endpoints);
 
-  /// Whether the rank no longer answers. May be asked often: a connection is kept.
+  /// Returns true if the rank no longer answers. Cheap to call often, because the
+  /// connection to the rank is kept.
   bool is_gone(int rank);
   std::vector<int> gone();
 
@@ -33,7 +36,7 @@ class Liveness {
   const std::string address_;
   const Listener listener_;
   std::vector<std::string> endpoints_;
-  std::vector<bool> answered_; // by rank; at the start
+  std::vector<bool> answered_; // by rank: whether it answered in set_peers
   std::mutex mutex_;
   std::vector<Fd> connections_; // by rank; -1: none
 };

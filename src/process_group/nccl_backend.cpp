@@ -1,4 +1,4 @@
-#ifndef USE_C10D_NCCL // some torch packages define it
+#ifndef USE_C10D_NCCL // some torch packages define this already
 #define USE_C10D_NCCL
 #endif
 #include "process_group/nccl_backend.h"
@@ -25,7 +25,8 @@ void check_nccl() {
 
 void use_gpu(int local_rank) {
   const c10::impl::VirtualGuardImpl gpus(c10::kCUDA);
-  if (gpus.getDevice().index() == 0) { // a launcher may show each rank its own GPU alone
+  if (gpus.getDevice().index() == 0) {
+    // A launcher may make only one GPU visible to each rank; then its index is 0.
     const auto index = static_cast<c10::DeviceIndex>(local_rank % gpus.deviceCount());
     gpus.setDevice(c10::Device(c10::kCUDA, index));
   }
@@ -33,13 +34,13 @@ void use_gpu(int local_rank) {
 
 c10::intrusive_ptr<c10d::Backend> make_nccl(const BackendSpec& spec) {
   using Nccl = c10d::ProcessGroupNCCL;
-  // A collective that fails or hangs aborts its communicator, and the next call
-  // throws: by default NCCL's watchdog would end the process instead. What the
-  // user has set counts.
+  // With this setting a collective that fails or hangs aborts its communicator, and
+  // the next call throws. By default c10d's watchdog would end the process instead.
+  // Variables that the user has set are kept.
   setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2", /*overwrite=*/0);
   setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", /*overwrite=*/0);
   if (process_env("TORCH_NCCL_DUMP_ON_TIMEOUT") == "0") {
-    // The watchdog waits four times this long for the dump, which there is not.
+    // The watchdog waits four times this long for a dump, although none is written.
     setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "100", /*overwrite=*/0);
   }
   auto options = Nccl::Options::create();

@@ -4,18 +4,19 @@
 
 namespace fsdp::detail {
 
-// nccl_backend.cpp where torch has CUDA and nccl.h is found, no_nccl.cpp else.
+// Defined in nccl_backend.cpp if torch has CUDA and nccl.h is found, else in no_nccl.cpp.
 
-/// Whether NCCL can be used here and now: built in, and a GPU is there.
+/// Returns true if NCCL is built in and this process sees a GPU.
 bool nccl_available();
 
-/// Throws ConfigError that explains why not.
+/// Throws ConfigError with the reason if NCCL is not available.
 void check_nccl();
 
-/// Makes GPU `local_rank` the calling thread's, unless it has chosen one itself.
+/// Makes GPU `local_rank` the current device of the calling thread, unless the
+/// thread has chosen another one than GPU 0 already.
 void use_gpu(int local_rank);
 
-/// One GPU per rank.
+/// Makes an NCCL backend. Every rank must have a GPU of its own.
 c10::intrusive_ptr<c10d::Backend> make_nccl(const BackendSpec& spec);
 
 } // namespace fsdp::detail

@@ -18,7 +18,7 @@ CollectiveObserver::CollectiveObserver() : outer_(std::exchange(innermost, this)
 
 CollectiveObserver::~CollectiveObserver() {
   auto** at = &innermost;
-  while (*at != this) { // not always the innermost
+  while (*at != this) { // observers may end in another order than they began
     at = &(*at)->outer_;
   }
   *at = outer_;

@@ -7,15 +7,16 @@
 
 namespace fsdp::detail {
 
-/// A collective as it starts.
+/// A collective that starts.
 struct ObservedCollective {
-  uint64_t id = 0; // of this process, from 1
+  uint64_t id = 0; // unique in this process; the first one is 1
   const CollectiveCall& call;
   const std::string& group;
   const std::string& module;
 };
 
-/// Sees the collectives that one thread starts, and its waiting for them.
+/// Is told of the collectives that one thread starts and of the thread's waits for
+/// them. It observes the thread that constructs it.
 class CollectiveObserver {
  public:
   CollectiveObserver();
@@ -24,12 +25,12 @@ class CollectiveObserver {
   CollectiveObserver& operator=(const CollectiveObserver&) = delete;
 
   virtual void on_collective(const ObservedCollective& started) = 0;
-  /// Around every wait, for those that nobody saw start too (0).
+  /// Called around every wait. `id` is 0 if no observer saw the collective start.
   virtual void on_wait_begin(uint64_t /*id*/) {}
   virtual void on_wait_end(uint64_t /*id*/) {}
 
-  /// Tells all those of the calling thread. Returns the collective's id, 0 where
-  /// there are none.
+  /// Tells all observers of the calling thread. Returns the collective's id, or 0 if
+  /// there are no observers.
   static uint64_t notify(const CollectiveCall& call, const std::string& group);
 
  private:
@@ -38,7 +39,8 @@ class CollectiveObserver {
   CollectiveObserver* outer_;
 };
 
-/// While it lives, the calling thread waits for a collective.
+/// Tells the calling thread's observers that the thread waits for a collective, from
+/// the construction of this object to its destruction.
 class CollectiveWait {
  public:
   explicit CollectiveWait(uint64_t id);
@@ -50,8 +52,8 @@ class CollectiveWait {
   const uint64_t id_;
 };
 
-/// The module that collectives are for while this lives: for errors and
-/// observers. `module` must outlive it.
+/// Names the module that this thread's collectives belong to, while this object
+/// lives. Errors and observers show the name. `module` must outlive this object.
 class CollectiveLabel {
  public:
   explicit CollectiveLabel(const std::string& module);

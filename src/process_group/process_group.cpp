@@ -21,21 +21,22 @@ namespace fsdp {
 namespace detail {
 
 struct WorkState {
-  std::mutex mutex;                    // copies of a Work may be waited for by several threads
+  std::mutex mutex;                    // several threads may wait for copies of a Work
   c10::intrusive_ptr<c10d::Work> work; // null when there is nothing left to wait for
-  bool has_streams = false;            // every wait has to order its own stream
-  std::function<void()> finish;        // what the backend left to do, or empty
+  bool has_streams = false;            // true: every wait must order its current stream
+  std::function<void()> finish;        // completes the backend's result, or empty
   std::exception_ptr failure;
   std::shared_ptr<GroupState> group;
   CollectiveKind kind = CollectiveKind::Barrier;
-  std::string module;    // that it was started for, or ""
-  uint64_t observed = 0; // as observers know it
+  std::string module;    // the module that the collective belongs to, or ""
+  uint64_t observed = 0; // the collective's id for observers
 };
 
 namespace {
 
-/// Runs `step`, which calls the backend; whatever it throws becomes a
-/// CommError that names the operation, except what is one already.
+/// Runs `step`, which calls the backend. A CommError gets the module's name added.
+/// Any other exception becomes a CommError that names the operation and, with
+/// `diagnose`, the ranks that are gone.
 template <class Step>
 auto guarded(
     GroupState& group, CollectiveKind kind, const std::string& module, bool diagnose, Step step) {
@@ -57,8 +58,8 @@ auto guarded(
   }
 }
 
-/// Turns Avg and PremulSum into a Sum for a backend that lacks them. Returns
-/// what remains to be done with the result.
+/// Turns Avg and PremulSum into a Sum for a backend that lacks them. Returns a
+/// function that completes the result after the Sum, or an empty one.
 std::function<void()> emulate_scaling(CollectiveCall& call, int size) {
   const auto op = std::exchange(call.op, ReduceOp::Sum);
   if (op.kind() == ReduceOp::Avg) {
@@ -71,7 +72,7 @@ std::function<void()> emulate_scaling(CollectiveCall& call, int size) {
     at::NoGradGuard no_grad;
     call.output.mul_(op.factor());
   } else {
-    call.input = call.input.detach().mul(op.factor()); // the caller's stays as it is
+    call.input = call.input.detach().mul(op.factor()); // a copy: the caller's input must not change
   }
   return {};
 }
@@ -105,7 +106,7 @@ void Work::wait() {
     finish();
   }
   if (!state.has_streams) {
-    state.work.reset(); // it may hold on to the tensors
+    state.work.reset(); // the backend's work may keep the tensors alive
   }
 }
 

@@ -37,7 +37,7 @@ std::shared_ptr<RankContext> current_context() {
 
 void set_process_context(std::shared_ptr<RankContext> context) {
   std::lock_guard lock(mutex);
-  std::swap(of_process, context); // the old one ends outside the lock
+  std::swap(of_process, context); // the old context is destroyed after the lock is released
 }
 
 void set_thread_context(std::shared_ptr<RankContext> context) {

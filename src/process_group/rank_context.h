@@ -8,21 +8,21 @@
 
 namespace fsdp::detail {
 
-/// A rank's place in its world.
+/// What a rank keeps while it belongs to a world.
 struct RankContext {
-  std::shared_ptr<BackendFactory> factory; // keeps every group of the world
+  std::shared_ptr<BackendFactory> factory; // owns this rank's groups
   ProcessGroup world;
   int local_rank = 0;
   bool from_run_ranks = false;
-  std::shared_ptr<void> place; // ends when the rank leaves; threads only
+  std::shared_ptr<void> place; // leaves the world when destroyed; null unless ranks are threads
 };
 
-/// A context in a world of `world_size` ranks, connected by `factory`.
+/// Makes a context in a world of `world_size` ranks, whose groups `factory` makes.
 std::shared_ptr<RankContext> make_context(
     std::shared_ptr<BackendFactory> factory, int world_size, int local_rank);
 
-/// The calling rank's context: the thread's own, where ranks are threads, else
-/// the process's. Null when there is none.
+/// The calling rank's context: that of the thread if ranks are threads, else that
+/// of the process. Null if there is none.
 std::shared_ptr<RankContext> current_context();
 void set_process_context(std::shared_ptr<RankContext> context);
 void set_thread_context(std::shared_ptr<RankContext> context);

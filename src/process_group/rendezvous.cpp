@@ -22,7 +22,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-/// For the end of a rendezvous to reach everybody, on a machine that is busy.
+/// How long the result of a rendezvous may take to reach every rank on a busy machine.
 constexpr auto kPatience = std::chrono::seconds(5);
 
 c10::intrusive_ptr<c10d::Store> file_store(const std::string& url, int world_size) {
@@ -37,7 +37,8 @@ c10::intrusive_ptr<c10d::Store> file_store(const std::string& url, int world_siz
   return c10::make_intrusive<c10d::FileStore>(path, world_size);
 }
 
-/// The same for two ranks exactly when one reaches the other's loopback.
+/// Equal for two ranks if and only if both have the same loopback interface: the
+/// same boot of the same machine, and the same network namespace.
 std::string machine_id() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
@@ -46,9 +47,10 @@ std::string machine_id() {
   return boot + network.string();
 }
 
-/// Gives every rank what every rank brought. Rank 0 collects, so that the
-/// store sees O(ranks) requests; `check` says what is wrong with a rank's
-/// value, or "", and ends the exchange for all as soon as it does.
+/// An all-gather of strings through the store. Rank 0 collects the values, so that
+/// the ranks read O(ranks) keys and not O(ranks^2). Rank 0 calls `check`, which
+/// returns what is wrong with a rank's value, or "". At the first error the
+/// exchange ends on all ranks.
 class Exchange {
  public:
   Exchange(c10d::Store& store, int rank, int world_size, milliseconds timeout)
@@ -64,7 +66,7 @@ class Exchange {
       store_.set(key(topic, rank_), value);
     }
     const auto result = topic + "/all";
-    // Longer than rank 0 waits: at the deadline it is the one that says who is missing.
+    // Waits longer than rank 0, which reports at the deadline which ranks are missing.
     FSDP_CHECK_AS(
         CommError, appears_before(result, deadline_ + kPatience), "rank ", rank_,
         " reached the store, but rank 0 did not answer in time: is it running?");
@@ -128,8 +130,8 @@ class Exchange {
     store_.set(topic + "/all", join(values, "\n"));
   }
 
-  /// Tells those who have arrived, and gives them time to hear it: the store
-  /// may end with this process.
+  /// Gives the error to the ranks that have arrived and waits a while until they
+  /// have read it, because the store may end with this process. Then throws it.
   [[noreturn]] void end_for_all(
       const std::string& topic, const std::string& error, int64_t num_arrived) {
     store_.set(topic + "/all", "error\n" + error);
@@ -155,14 +157,16 @@ void claim_rank(c10d::Store& store, int rank, const std::string& init_method) {
           : "");
 }
 
-/// Makes sure that all ranks are there and want the same; learns where they are.
+/// Checks that all ranks have arrived and agree on world size and backend. Gives
+/// `met` a store for this world only, this rank's address and the liveness check.
 void agree(
     Rendezvous& met,
     const InitOptions& options,
     const std::string& backend,
     const LaunchEnv& launch,
     const std::string& master_host) {
-  // A process may leave its world and join another over the same store.
+  // Counts the worlds of this process, which may leave one and join another over
+  // the same store.
   static std::atomic<int> generation{0};
   met.store = c10::make_intrusive<c10d::PrefixStore>(
       c10::str("fsdp/", launch.attempt, "/", generation++), met.store);
@@ -220,7 +224,7 @@ Rendezvous meet(const InitOptions& options, const std::string& backend, const La
         ConfigError, method == "env://", "init_method '", method,
         "' is none of env://, tcp://host:port, file:///path");
     auto place = launch;
-    place.world_size = met.world_size; // which may have been given to us
+    place.world_size = met.world_size; // the options may override the launcher's
     require_master(place);
     master = {place.master_addr, static_cast<uint16_t>(place.master_port)};
     store = tcp_store(met.rank == 0 && !place.agent_store, place.one_machine());

@@ -14,19 +14,20 @@
 
 namespace fsdp::detail {
 
-/// How the ranks of a world met.
+/// The result of a rendezvous: how this rank reaches the others of its world.
 struct Rendezvous {
-  c10::intrusive_ptr<c10d::Store> store; // none in a world of one
+  c10::intrusive_ptr<c10d::Store> store; // null in a world of one
   int rank = 0;
   int world_size = 1;
   int local_rank = 0;
-  std::string address; // of this rank, as its peers reach it
-  std::shared_ptr<Liveness> liveness;
+  std::string address;                // under which the peers reach this rank
+  std::shared_ptr<Liveness> liveness; // null in a world of one
 };
 
-/// Resolves `options` against `launch`, meets the other ranks, and checks that
-/// all agree. A run on one machine listens on the loopback address only.
-/// Collective; throws ConfigError or CommError.
+/// Waits for the other ranks and checks that all have the same world size and
+/// backend. `launch` has the values that `options` leave open. If all ranks run on
+/// one machine, they listen on the loopback address only. Collective. Throws
+/// ConfigError or CommError.
 Rendezvous meet(const InitOptions& options, const std::string& backend, const LaunchEnv& launch);
 
 } // namespace fsdp::detail

@@ -79,8 +79,8 @@ Fd::~Fd() {
 }
 
 bool is_loopback(const std::string& host) {
-  // Not by look-up: many machines map their own name to 127.0.1.1, and are
-  // reached under it by others all the same.
+  // The name is not looked up: many machines map their own name to 127.0.1.1,
+  // although other machines reach them under that name.
   in6_addr v6{};
   return host == "localhost" || host.rfind("127.", 0) == 0 ||
          (inet_pton(AF_INET6, host.c_str(), &v6) == 1 && IN6_IS_ADDR_LOOPBACK(&v6));
@@ -89,7 +89,7 @@ bool is_loopback(const std::string& host) {
 Listener listen_on(const std::string& host, uint16_t port) {
   const auto list = resolve(host, port, AI_PASSIVE);
   int last_error = 0;
-  // IPv6 first where all addresses are asked for: it takes IPv4 callers too.
+  // For all addresses IPv6 comes first, because its socket accepts IPv4 connections too.
   for (const int family : {host.empty() ? AF_INET6 : AF_INET, host.empty() ? AF_INET : AF_INET6}) {
     for (const auto* item = list.get(); item; item = item->ai_next) {
       if (item->ai_family != family) {
@@ -124,7 +124,7 @@ std::string address_for_peers(const std::string& peer) {
   if (!peer.empty()) {
     const auto list = resolve(peer, 1, 0);
     for (const auto* item = list.get(); item; item = item->ai_next) {
-      // Connecting a datagram socket sends nothing; it only picks the route.
+      // Connecting a datagram socket sends nothing: it only picks the route.
       Fd fd(socket(item->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
       sockaddr_storage address{};
       socklen_t length = sizeof(address);
@@ -135,7 +135,7 @@ std::string address_for_peers(const std::string& peer) {
       }
     }
   }
-  // The peer is this machine under a loopback name: any address of ours.
+  // There is no peer, or it is this machine under a loopback name: any address will do.
   ifaddrs* found = nullptr;
   getifaddrs(&found);
   const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> interfaces(found, &freeifaddrs);

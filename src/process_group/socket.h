@@ -7,7 +7,7 @@
 
 namespace fsdp::detail {
 
-/// A file descriptor, closed at the end.
+/// Owns a file descriptor; -1: none.
 class Fd {
  public:
   explicit Fd(int fd = -1) : fd_(fd) {}
@@ -26,7 +26,7 @@ class Fd {
   int fd_;
 };
 
-/// Whether `host` says "this machine": localhost or a loopback address.
+/// Returns true if `host` is "localhost" or a loopback address.
 bool is_loopback(const std::string& host);
 
 struct Listener {
@@ -34,21 +34,23 @@ struct Listener {
   uint16_t port = 0;
 };
 
-/// Listens on `host`, or on all addresses when it is ""; port 0 picks one.
-/// Throws CommError that says so when the port is taken.
+/// Listens on `host`, or on all addresses if `host` is "". Port 0 picks a free one.
+/// Throws CommError; the message says so if the port is in use.
 Listener listen_on(const std::string& host, uint16_t port);
 
-/// An address under which other machines reach this one: the one on the way to
-/// `peer`, or any where `peer` is empty or this machine itself.
+/// An address under which other machines reach this one: the source address of the
+/// route to `peer`. Any other address than loopback if `peer` is "" or loopback.
 std::string address_for_peers(const std::string& peer);
 
-/// A connection to who listens at an address of `host`, or -1: at once when refused.
+/// Connects to a listening socket of `host`. Returns -1 if the connection is refused
+/// or not made within `timeout`. Throws CommError if `host` cannot be resolved.
 Fd connect_to(const std::string& host, uint16_t port, std::chrono::milliseconds timeout);
-/// In two steps, for many at once and numeric addresses: one that may not be made yet, or
-/// -1; and whether it is, by a deadline.
+/// Begins to connect to a numeric address, or returns -1. For many connections at
+/// once; `is_made` waits for one of them.
 Fd begin_connect(const std::string& address, uint16_t port);
+/// Waits until the connection is made. Returns false if it fails or the deadline passes.
 bool is_made(const Fd& connection, std::chrono::steady_clock::time_point deadline);
-/// Whether it is still there; for one on which nobody sends.
+/// Returns true if the connection still exists. The peer must never send on it.
 bool is_connected(const Fd& connection);
 
 } // namespace fsdp::detail

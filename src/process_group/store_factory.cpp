@@ -23,7 +23,8 @@ StoreFactory::StoreFactory(
 std::string StoreFactory::diagnose() {
   constexpr const char* kKey = "first_diagnosis";
   auto gone = met_.liveness->gone();
-  // A dying process closes its sockets one by one; ours may come last.
+  // A dying process closes its sockets one by one, and the socket of its Liveness
+  // may be the last.
   for (int attempt = 0; attempt < 10 && gone.empty(); ++attempt) {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     gone = met_.liveness->gone();
@@ -33,7 +34,8 @@ std::string StoreFactory::diagnose() {
            "way";
   }
   const auto diagnosis = "rank " + join(gone) + (gone.size() == 1 ? " is gone" : " are gone");
-  // Ranks that give up are soon gone as well: what the first one saw counts.
+  // Ranks that fail because of this will soon be gone too. So all ranks report the
+  // diagnosis of the first one.
   try {
     return met_.store->compareSet(kKey, "", diagnosis);
   } catch (const std::exception&) {

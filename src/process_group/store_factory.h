@@ -14,9 +14,9 @@
 
 namespace fsdp::detail {
 
-/// What a backend of processes needs to connect one group.
+/// What a backend among processes needs to connect one group.
 struct BackendSpec {
-  c10::intrusive_ptr<c10d::Store> store; // the group's own
+  c10::intrusive_ptr<c10d::Store> store; // of this group only
   int rank = 0;
   int size = 0;
   std::string name;
@@ -27,7 +27,7 @@ struct BackendSpec {
 
 using MakeBackend = std::function<c10::intrusive_ptr<c10d::Backend>(const BackendSpec&)>;
 
-/// Makes groups of processes that met through a store.
+/// Makes groups of processes that are connected by a store.
 class StoreFactory : public BackendFactory {
  public:
   StoreFactory(

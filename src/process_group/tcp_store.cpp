@@ -17,8 +17,8 @@ namespace {
 
 constexpr const char* kLoopback = "127.0.0.1";
 
-// c10d writes to the store's socket without MSG_NOSIGNAL (Python ignores the
-// signal for everyone): a server that ends would kill its clients.
+// c10d writes to the store's socket without MSG_NOSIGNAL, so the end of the server
+// would kill its clients by SIGPIPE. (In Python the interpreter ignores the signal.)
 void ignore_broken_pipes() {
   struct sigaction current{};
   if (sigaction(SIGPIPE, nullptr, &current) == 0 && current.sa_handler == SIG_DFL) {
@@ -44,8 +44,8 @@ Endpoint parse_endpoint(const std::string& text, const std::string& what) {
 }
 
 c10::intrusive_ptr<c10d::Store> serve_store(Endpoint& endpoint, bool one_machine) {
-  // Kept to the end of the process: a rank that joins its next world would
-  // otherwise race the end of the last one's store.
+  // Kept to the end of the process. Otherwise a rank that joins its next world could
+  // reach the last world's store while that ends.
   static std::mutex mutex;
   static std::map<std::pair<uint16_t, bool>, c10::intrusive_ptr<c10d::Store>> served;
   std::lock_guard lock(mutex);
@@ -64,7 +64,7 @@ c10::intrusive_ptr<c10d::Store> serve_store(Endpoint& endpoint, bool one_machine
   options.waitWorkers = false;
   options.masterListenFd = listener.fd.get();
   auto store = c10::make_intrusive<c10d::TCPStore>(kLoopback, options);
-  listener.fd.release(); // the store closes it
+  listener.fd.release(); // the store closes the socket
   served[{endpoint.port, one_machine}] = store;
   return store;
 }
@@ -77,7 +77,7 @@ c10::intrusive_ptr<c10d::Store> connect_store(
   options.waitWorkers = false;
   options.timeout = timeout;
   try {
-    // A server on the loopback address has no IPv6 twin.
+    // A store on the loopback address listens on IPv4 only.
     return c10::make_intrusive<c10d::TCPStore>(
         is_loopback(endpoint.host) ? kLoopback : endpoint.host, options);
   } catch (...) {

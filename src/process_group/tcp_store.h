@@ -13,17 +13,18 @@ struct Endpoint {
   uint16_t port = 0;
 };
 
-/// "host:port", or "[v6 address]:port". Errors name `what`.
+/// Parses "host:port" or "[v6 address]:port". Errors name `what`.
 Endpoint parse_endpoint(const std::string& text, const std::string& what);
 
-/// Serves a store at `endpoint`, on the loopback address only for one machine;
-/// c10d's own would listen on every address. Fills in the host and a free port
-/// where `endpoint` has none. The store lives as long as the process, and the
-/// same port gives the same store again.
+/// Serves a store at the port of `endpoint`, or at a free port if it is 0, and fills
+/// in that port. With `one_machine` the store listens on the loopback address only,
+/// which becomes the host; c10d by itself would listen on every address. The store
+/// lives as long as the process: the same port gives the same store again.
+/// Both functions make the process ignore SIGPIPE unless it has a handler.
 c10::intrusive_ptr<c10d::Store> serve_store(Endpoint& endpoint, bool one_machine);
 
-/// The store that somebody serves there, or will within `timeout`. Both make
-/// the process ignore SIGPIPE where it was not handled.
+/// Connects to the store at `endpoint`. Waits up to `timeout` for its server, then
+/// throws CommError.
 c10::intrusive_ptr<c10d::Store> connect_store(
     const Endpoint& endpoint, std::chrono::milliseconds timeout);
 

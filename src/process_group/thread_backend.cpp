@@ -16,7 +16,7 @@ class ThreadWork : public c10d::Work {
       std::shared_ptr<ThreadGroup> group, int rank, std::shared_ptr<PendingOperation> pending)
       : Work(rank), group_(std::move(group)), pending_(std::move(pending)) {}
 
-  // The time-out is the world's.
+  // The argument is ignored: the time-out of the ThreadWorld holds.
   bool wait(std::chrono::milliseconds) override {
     std::lock_guard lock(waiting_);
     if (pending_) {
@@ -29,8 +29,8 @@ class ThreadWork : public c10d::Work {
     return true;
   }
 
-  /// Waits for the peers on the host; what the device has to do is then on the
-  /// current stream, and `wait` orders whatever stream is current behind it.
+  /// Waits for the peers on the host. Then the device's work is on the current stream,
+  /// and a later `wait` makes the stream that is current then wait for that work.
   void enqueue(c10::Device device) {
     wait(kNoTimeout);
     device_ = device;

@@ -10,7 +10,7 @@
 
 namespace fsdp::detail {
 
-/// One rank's end of a ThreadGroup; see Note [Collectives among threads].
+/// The backend of one rank in a ThreadGroup; see Note [Collectives among threads].
 class ThreadBackend : public LocalBackend {
  public:
   ThreadBackend(std::shared_ptr<ThreadGroup> group, int rank);

@@ -18,8 +18,9 @@ namespace {
 
 void copy_flat(const at::Tensor& target, const at::Tensor& source) {
   if (target.is_cpu()) {
-    // Plain bytes: no dispatch, and no intra-op threads on top of the ranks'.
-    if (source.nbytes() > 0 && target.data_ptr() != source.const_data_ptr()) { // in place: there
+    // Copied as bytes: that needs no dispatch, and starts no intra-op threads next to
+    // those of the ranks. In an in-place collective source and target may be the same.
+    if (source.nbytes() > 0 && target.data_ptr() != source.const_data_ptr()) {
       std::memmove(target.data_ptr(), source.const_data_ptr(), source.nbytes());
     }
   } else {
@@ -44,7 +45,8 @@ at::Tensor split_part(
   return tensor.view(-1).narrow(0, start * row, splits[index] * row);
 }
 
-/// What must agree between ranks, apart from all-to-all's parts.
+/// Returns true if the calls of two ranks fit together. `parts_fit` checks the part
+/// sizes of an all-to-all.
 bool fits(const CollectiveCall& a, const CollectiveCall& b) {
   if (a.kind != b.kind) {
     return false;
@@ -57,7 +59,8 @@ bool fits(const CollectiveCall& a, const CollectiveCall& b) {
       return true;
     case CollectiveKind::AllToAll:
       return a.output.scalar_type() == b.output.scalar_type();
-    case CollectiveKind::AllGather: // by a plan, the output has gaps
+    case CollectiveKind::AllGather:
+      // A planned output has gaps, so equal outputs do not imply equal inputs.
       if (a.input.numel() != b.input.numel() || !a.plan != !b.plan) {
         return false;
       }
@@ -112,8 +115,8 @@ std::string ThreadOperation::mismatch(
 }
 
 void ThreadOperation::run_part(int rank) {
-  // The caller's tensors may need gradients or be in use by autograd; as with
-  // any c10d backend, what happens here is invisible to it.
+  // The tensors may require gradients or be saved by autograd. As with any c10d
+  // backend, autograd must not see what happens to them here.
   c10::InferenceMode not_inference(false);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   auto& mine = calls_[rank];
@@ -172,7 +175,8 @@ void ThreadOperation::compute(int rank) {
       break;
     }
     case CollectiveKind::AllReduce: {
-      // Slice `rank` of every tensor: reduced in rank 0's place, then copied.
+      // Slice `rank` of every tensor is reduced into rank 0's tensor, then copied to
+      // the others.
       const int64_t numel = mine.output.numel();
       const int64_t start = numel * rank / n;
       const int64_t length = numel * (rank + 1) / n - start;

@@ -8,38 +8,38 @@
 
 namespace fsdp::detail {
 
-/// One rank's contribution to a collective among threads, with its place in
-/// device time: the stream the rank was on, and when its tensors were ready.
+/// One rank's call of a collective among threads, and on a device the stream that
+/// the rank was on.
 struct ThreadCall {
   explicit ThreadCall(CollectiveCall call);
 
   CollectiveCall call;
-  OptionalStream stream; // none on the CPU
-  StreamEvent ready;     // this rank's tensors may be used
+  OptionalStream stream; // empty on the CPU
+  StreamEvent ready;     // from here on this rank's tensors may be used
   StreamEvent done;      // this rank's part has been computed
 };
 
 /// The work of one collective among threads, cut into one part per rank. Part
-/// r writes rank r's output (all-reduce: slice r of every rank's tensor), so
-/// parts are independent, and any thread may compute any of them.
+/// r writes rank r's output (all-reduce: slice r of every rank's tensor). So the
+/// parts are independent, and any thread may compute any part.
 class ThreadOperation {
  public:
-  /// `calls[r]` is what rank r brought.
+  /// `calls[r]` is the call of rank r.
   explicit ThreadOperation(std::vector<ThreadCall> calls) : calls_(std::move(calls)) {}
 
-  /// "" when the calls fit together, else what each rank brought.
-  /// `world_ranks` names them.
+  /// Returns "" if the calls fit together, else a text that lists every rank's call.
+  /// The text names the ranks by `world_ranks`.
   static std::string mismatch(
       const std::vector<ThreadCall>& calls, const std::vector<int>& world_ranks);
 
   /// Computes part `rank`; on a device, enqueues it on that rank's stream.
   void run_part(int rank);
 
-  /// After all parts: orders rank `rank`'s stream behind every peer that read
-  /// or wrote its tensors, so that it may reuse or free them.
+  /// After all parts: makes the stream of `rank` wait for all parts, which read or
+  /// write the rank's tensors. Then the rank may reuse or free its tensors.
   void order_after_parts(int rank);
 
-  /// After all parts: lets go of the tensors.
+  /// After all parts: drops the references to the tensors.
   void release();
 
  private:

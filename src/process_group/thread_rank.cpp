@@ -21,7 +21,7 @@ namespace detail {
 
 namespace {
 
-/// The calling thread's membership: it has left its world when this ends.
+/// A thread's membership in a world: the constructor joins, the destructor leaves.
 struct ThreadPlace {
   ThreadPlace(std::shared_ptr<ThreadWorld> joined, int as_rank)
       : world(std::move(joined)), rank(as_rank) {
@@ -42,7 +42,7 @@ void become_rank(const std::shared_ptr<ThreadWorld>& world, int rank, bool from_
   auto context = make_context(std::make_shared<ThreadFactory>(world, rank), world->size(), rank);
   context->place = std::move(place);
   context->from_run_ranks = from_run_ranks;
-  // Backward runs in the rank's own thread: its hooks call collectives.
+  // Backward must run in the rank's own thread, because its hooks call collectives.
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
   set_thread_context(std::move(context));
 }
@@ -52,7 +52,7 @@ void become_rank(const std::shared_ptr<ThreadWorld>& world, int rank, bool from_
   try {
     std::rethrow_exception(failure);
   } catch (c10::Error& error) {
-    error.add_context(where); // keeps the type
+    error.add_context(where); // keeps the exception's type
     throw;
   } catch (...) {
     std::throw_with_nested(c10::Error(
@@ -69,7 +69,7 @@ void join_thread_world(const InitOptions& options, int rank, int world_size) {
   {
     std::lock_guard lock(mutex);
     world = worlds[options.init_method].lock();
-    if (!world || world->somebody_left()) { // the name may be used again
+    if (!world || world->somebody_left()) { // a world that has ended leaves its name free
       world = std::make_shared<ThreadWorld>(world_size, options.timeout);
       worlds[options.init_method] = world;
     }
@@ -86,10 +86,12 @@ void join_thread_world(const InitOptions& options, int rank, int world_size) {
 void run_ranks(
     int world_size, const std::function<void(int rank)>& body, const RunRanksOptions& options) {
   TORCH_CHECK_VALUE(world_size >= 1, "[run_ranks] world size ", world_size, " is not positive");
-  // Racing first calls into the vector math library can give other bits.
+  // Ranks must not race for the first call into the vector math library: that can
+  // change the bits of the result.
   at::exp(at::ones(16));
   const int threads_before = at::get_num_threads();
-  // Where not told: the cores divided, and no more than the caller (OMP_NUM_THREADS) has.
+  // By default the ranks share the cores, and a rank has at most as many threads as
+  // the caller (see OMP_NUM_THREADS).
   const int num_cores = static_cast<int>(std::thread::hardware_concurrency());
   const int intra_op_threads = options.intra_op_threads > 0
                                    ? options.intra_op_threads
@@ -98,7 +100,7 @@ void run_ranks(
   std::mutex mutex;
   std::exception_ptr first_failure;
   int first_rank = -1;
-  const auto failed = [&](int rank) { // inside a catch block
+  const auto failed = [&](int rank) { // to be called in a catch block
     std::lock_guard lock(mutex);
     if (!first_failure) {
       first_failure = std::current_exception();
@@ -121,13 +123,13 @@ void run_ranks(
     for (int rank = 0; rank < world_size; ++rank) {
       threads.emplace_back(run, rank);
     }
-  } catch (...) { // no more threads to be had
+  } catch (...) { // the system gives no more threads
     failed(static_cast<int>(threads.size()));
   }
   for (auto& thread : threads) {
     thread.join();
   }
-  at::set_num_threads(threads_before); // a rank's number is the default of later threads
+  at::set_num_threads(threads_before); // later threads would start with a rank's number
   if (first_failure) {
     detail::rethrow_with_rank(first_failure, first_rank);
   }

@@ -9,9 +9,9 @@
 
 namespace fsdp::detail {
 
-/// Makes the calling thread rank `rank` of the "threads" world that threads of
-/// this process form under the name `options.init_method`; the first to come
-/// makes it. Does not wait for the others.
+/// Makes the calling thread rank `rank` of the "threads" world of this process that
+/// is named `options.init_method`. The first thread that joins makes the world.
+/// Does not wait for the other ranks.
 void join_thread_world(const InitOptions& options, int rank, int world_size);
 
 } // namespace fsdp::detail

@@ -77,7 +77,7 @@ void ThreadWorld::wake_all() {
 
 void ThreadWorld::check_deadlock() {
   if (strangers_) {
-    return; // a thread that we do not know may still bring what is missing
+    return; // a thread other than the rank's own may still make the missing call
   }
   std::vector<std::string> waits;
   for (int rank = 0; rank < size(); ++rank) {

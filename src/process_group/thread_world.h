@@ -20,20 +20,22 @@ struct PendingOperation;
 
 // Note [Collectives among threads]
 //
-// A rank that calls a collective leaves a record of its tensors and goes on.
-// When it waits, and every rank's record is there, it computes parts of the
-// operation, one per rank, until none is left: its own or a peer's, whichever
-// nobody has begun. So a collective needs its peers to arrive but never to
-// wait, ranks may wait in different orders, nothing is copied twice, and what
-// is computed does not depend on who computes it. On a device the call itself
-// waits for the peers on the host, because kernels must be on the streams when
-// it returns; no thread ever waits for the device.
+// A rank that calls a collective leaves a record of its tensors and goes on. The
+// operation has one part per rank. A rank that waits first waits until all ranks'
+// records are there. Then it computes parts that nobody has begun, its own or a
+// peer's, until none is left. It follows:
+// - A collective needs its peers to call it, but not to wait for it.
+// - Ranks may wait in different orders.
+// - Nothing is copied twice.
+// - The result does not depend on which thread computes a part.
+// On a device the call itself waits for the peers on the host, because the kernels
+// must be on the streams when it returns. No thread ever waits for the device.
 //
-// A rank that throws, ends early, or waits for what can no longer happen is
-// known here, so its peers get an error at once instead of a time-out.
+// The world knows of every rank that throws, ends early, or waits for a call that
+// cannot come. So its peers get an error at once instead of a time-out.
 
-/// The ranks of one `run_ranks`, and who among them has ended or failed. One
-/// mutex guards the world and all its groups: ranks meet rarely and briefly.
+/// The ranks of one world, and which of them have ended or failed. One mutex guards
+/// the world and all its groups, because ranks hold it rarely and briefly.
 class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
  public:
   ThreadWorld(int size, std::chrono::milliseconds timeout);
@@ -42,54 +44,55 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
     return static_cast<int>(ended_.size());
   }
 
-  /// The group of that name; the first rank to ask makes it.
+  /// Returns the group of that name. The first rank that asks makes the group.
   std::shared_ptr<ThreadGroup> group(const std::string& name, const std::vector<int>& world_ranks);
 
-  /// Names the calling thread as the one that runs `world_rank`.
+  /// Makes the calling thread the one that runs `world_rank`.
   void enter(int world_rank);
-  /// The rank's body has returned: who waits for it gets an error.
+  /// The rank has ended: ranks that wait for it get an error.
   void leave(int world_rank);
-  /// The rank threw `reason`: everybody who waits gets an error.
+  /// The rank threw `reason`: all ranks that wait for peers get an error.
   void abort(int world_rank, const std::string& reason);
-  /// Whether a rank has ended: then no new member can take part.
+  /// Returns true if a rank has ended. Then the world takes no new ranks.
   bool somebody_left() const;
 
  private:
   friend class ThreadGroup;
 
-  /// What a rank waits for its peers in; nothing when `pending` is null.
+  /// The collective in which a rank waits for its peers to arrive. `pending` is null
+  /// if the rank does not wait.
   struct Waiting {
     const ThreadGroup* group = nullptr;
     const PendingOperation* pending = nullptr;
   };
 
-  /// Throws when the calling rank is not to wait any longer.
+  /// Throws CommError if the world has failed.
   void check_failed() const;
   void fail(std::string reason);
   void wake_all();
-  /// Remembers whether a thread acts for a rank that it does not run.
+  /// Remembers if the calling thread acts for a rank that it does not run.
   void note_thread(int world_rank);
-  /// Called by a rank that is about to wait for peers: if every rank that is
-  /// left waits for peers too, nothing can ever happen again.
+  /// Called by a rank that is about to wait for its peers. If all ranks that have not
+  /// ended wait for peers, none of them can ever go on: then the world fails.
   void check_deadlock();
 
   const std::chrono::milliseconds timeout_;
   mutable std::mutex mutex_;
-  std::string failure_; // the first; not empty means all over
-  std::vector<bool> ended_;
-  std::vector<std::thread::id> threads_; // by rank; of those that entered
+  std::string failure_;                  // the first one; "": the world has not failed
+  std::vector<bool> ended_;              // by rank
+  std::vector<std::thread::id> threads_; // by rank; only of ranks that have entered
   std::vector<Waiting> waiting_;         // by rank
-  bool strangers_ = false;               // threads that are no rank's have called collectives
+  bool strangers_ = false;               // a thread has acted for a rank that it does not run
   std::map<std::string, std::weak_ptr<ThreadGroup>> groups_;
 };
 
-/// One collective of a group, from the first rank's call to the last part.
+/// One collective of a group, from the first rank's call to the end of the last part.
 struct PendingOperation {
   uint64_t number = 0;
   std::vector<CollectiveKind> kinds;              // by rank
-  std::vector<std::optional<ThreadCall>> arrived; // until all are there
+  std::vector<std::optional<ThreadCall>> arrived; // by rank; moved away when all are there
   size_t num_arrived = 0;
-  std::optional<ThreadOperation> operation; // from then on
+  std::optional<ThreadOperation> operation; // set when all ranks have arrived
   size_t next_part = 0;
   size_t num_done = 0;
   std::string error;
@@ -98,8 +101,8 @@ struct PendingOperation {
   bool ready() const {
     return operation.has_value() || !error.empty();
   }
-  /// Nobody touches a tensor any more: after an error no part is begun, but those that
-  /// were go on.
+  /// Returns true if no thread uses the tensors any more. After an error no new part
+  /// is begun, but parts that were begun run to their end.
   bool complete() const {
     return num_done == (error.empty() ? kinds.size() : next_part);
   }
@@ -109,10 +112,11 @@ class ThreadGroup {
  public:
   ThreadGroup(std::shared_ptr<ThreadWorld> world, std::string name, std::vector<int> world_ranks);
 
-  /// Records what `rank` brings to its next collective.
+  /// Records the call of `rank`'s next collective.
   std::shared_ptr<PendingOperation> post(int rank, CollectiveCall call);
 
-  /// Returns when the collective is complete, having helped. Throws CommError.
+  /// Computes parts of the collective, and returns when all parts are done. Throws
+  /// CommError.
   void wait(int rank, PendingOperation& pending);
 
   const std::vector<int>& world_ranks() const {
@@ -132,7 +136,7 @@ class ThreadGroup {
   const std::string name_;
   const std::vector<int> world_ranks_;
   std::vector<uint64_t> next_number_;                             // by rank
-  std::map<uint64_t, std::shared_ptr<PendingOperation>> pending_; // not all arrived
+  std::map<uint64_t, std::shared_ptr<PendingOperation>> pending_; // until all ranks have arrived
 };
 
 } // namespace fsdp::detail

@@ -8,7 +8,7 @@
 
 namespace fsdp::detail {
 
-/// Where autocast is on, and what it casts to, in the calling thread.
+/// The calling thread's autocast settings: for which devices it is on, and its dtypes.
 struct AutocastState {
   static constexpr std::array kTypes{c10::kCPU, c10::kCUDA};
 
@@ -33,7 +33,8 @@ struct AutocastState {
   std::array<at::ScalarType, kTypes.size()> dtypes{};
 };
 
-/// While it lives, autocast is as it was then. What it caches goes at the end.
+/// While this object lives, autocast has the settings of `state`. The outermost guard clears
+/// autocast's cache at its end.
 class AutocastGuard {
  public:
   explicit AutocastGuard(const AutocastState& state) {

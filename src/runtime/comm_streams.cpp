@@ -9,24 +9,24 @@ namespace fsdp::detail {
 
 namespace {
 
-constexpr int kRing = 32; // streams of one priority that torch has for a device
+constexpr int kRing = 32; // number of streams that torch has per device and priority
 
-/// Streams that somebody has.
+/// Streams that belong to a rank.
 struct Taken {
   std::mutex mutex;
   std::set<std::pair<c10::DeviceIndex, c10::StreamId>> streams;
 };
 
-/// Never destroyed: ranks may end after every static object.
+/// Never destroyed, because ranks may end after static objects are destroyed.
 Taken& taken() {
   static auto* const made = new Taken;
   return *made;
 }
 
-/// None where all are taken.
+/// Returns nothing if all streams are taken.
 OptionalStream take_stream(c10::Device device) {
   const c10::impl::VirtualGuardImpl guard(device.type());
-  std::lock_guard lock(taken().mutex); // for all of the ring: so none that is free is missed
+  std::lock_guard lock(taken().mutex); // held for the whole ring, so that no free stream is missed
   for (int i = 0; i < kRing; ++i) {
     const auto stream = guard.getNewStream(device, /*priority=*/-1);
     if (taken().streams.emplace(stream.device_index(), stream.id()).second) {
@@ -36,14 +36,14 @@ OptionalStream take_stream(c10::Device device) {
   return std::nullopt;
 }
 
-/// Whoever gets them next knows nothing of what is under way.
+/// Waits for the streams, because their next owner does not know what is still queued on them.
 void finish(const CommStreams& streams) {
   try {
     for (const auto& stream :
          {streams.copy_in, streams.all_gather, streams.reduce_scatter, streams.all_reduce}) {
       stream->synchronize();
     }
-  } catch (const std::exception&) { // the device is lost, or the process ends
+  } catch (const std::exception&) { // the device is lost, or the process is ending
   }
 }
 
@@ -69,8 +69,7 @@ std::shared_ptr<const CommStreams> comm_streams(c10::Device device) {
   if (!streams) {
     CommStreams all{
         take_stream(device), take_stream(device), take_stream(device), take_stream(device)};
-    if (!all.all_reduce) { // too many ranks: this one's communication waits in line with its
-                           // compute
+    if (!all.all_reduce) { // too many ranks: this rank communicates on its compute stream
       give_back_streams(all);
       const auto current = optional_current_stream(device);
       return std::make_shared<const CommStreams>(CommStreams{current, current, current, current});

@@ -10,13 +10,13 @@ namespace fsdp::detail {
 
 // Note [Streams of a rank]
 //
-// What is allocated on a stream goes back to it when it is dropped, and what the
-// stream is given next may write there. That is right as long as this stream
-// waits for whoever used the memory: here for the compute of one rank. So no two
-// ranks may share one, nor a rank and somebody's own stream. Torch gives streams
-// out of a ring of 32 per priority; ours are of the high one, taken once for each
-// rank and all its models. Ranks beyond the eighth on a device get none, and
-// communicate on their compute stream: correct, and without overlap.
+// Memory that was allocated on a stream returns to this stream when it is freed, and the stream's
+// next work may write to it. This is safe only if the stream waits for all users of the memory. Our
+// streams wait for the compute of one rank, so two ranks must not share a stream, and a rank must
+// not use a stream that somebody else has. Torch gives out streams from a ring of 32 per priority.
+// Each rank takes four of high priority once, for all its models. If a device has more than eight
+// ranks, the others get no streams and communicate on their compute stream. This is correct, but
+// communication does not overlap compute.
 
 struct CommStreams {
   OptionalStream copy_in;
@@ -25,8 +25,7 @@ struct CommStreams {
   OptionalStream all_reduce;
 };
 
-/// Those of the calling thread, which is a rank; none on a device without
-/// streams.
+/// The streams of the calling thread, which is a rank. All are empty on a device without streams.
 std::shared_ptr<const CommStreams> comm_streams(c10::Device device);
 
 } // namespace fsdp::detail

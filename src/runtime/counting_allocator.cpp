@@ -12,15 +12,15 @@ namespace {
 constinit MemoryCounter of_process;
 thread_local MemoryCounter* of_thread = nullptr;
 
-/// Lies before each block, and says whose it is: whoever frees a block may be
-/// another rank.
+/// Stored in front of each block. Names the counter of the rank that allocated the block, because
+/// another rank may free it.
 struct Header {
   MemoryCounter* counter;
   size_t nbytes;
-  void* context; // of the block that was taken from the allocator before
+  void* context; // of the inner allocator's block
   c10::DeleterFnPtr free;
 };
-// What follows it is aligned as the whole was.
+// A multiple of the inner allocator's alignment, so that the data is aligned as well.
 constexpr size_t kHeaderBytes = 64;
 static_assert(sizeof(Header) <= kHeaderBytes);
 
@@ -44,7 +44,7 @@ class CountingAllocator : public c10::Allocator {
       data = static_cast<std::byte*>(block.get()) + kHeaderBytes;
       auto* header = new (block.get())
           Header{&memory_counter(), nbytes, block.get_context(), block.get_deleter()};
-      block.release_context(); // the header has it now
+      block.release_context(); // the header owns the context now
       header->counter->add(static_cast<int64_t>(nbytes));
     }
     return {data, data, &free_block, c10::Device(c10::kCPU)};
@@ -87,13 +87,13 @@ MemoryCounter& memory_counter() {
 }
 
 void count_memory_of_thread(bool apart) {
-  // Never freed: memory may outlive its rank, and every static object.
+  // Never freed: blocks may outlive their rank and all static objects.
   of_thread = apart ? new MemoryCounter : nullptr;
 }
 
 void count_cpu_memory() {
-  // Tensors from before keep the deleters that they have. The highest priority,
-  // since one that was installed with any other would stay. Never freed.
+  // Existing tensors keep their own deleters. Has the highest priority, because torch ignores an
+  // allocator with a lower priority than the installed one. Never freed.
   static const bool installed = [] {
     c10::SetCPUAllocator(new CountingAllocator(*c10::GetCPUAllocator()), /*priority=*/UINT8_MAX);
     return true;

@@ -5,8 +5,8 @@
 
 namespace fsdp::detail {
 
-/// The bytes that one rank has allocated and nobody has freed, and the most
-/// there were. Any thread may add and take away.
+/// Counts the bytes that one rank has allocated and that are not freed yet, and their peak. Any
+/// thread may call it.
 class MemoryCounter {
  public:
   void add(int64_t bytes);
@@ -17,11 +17,11 @@ class MemoryCounter {
   int64_t peak() const {
     return peak_.load(std::memory_order_relaxed);
   }
-  /// How often something was allocated.
+  /// Number of allocations.
   int64_t allocations() const {
     return allocations_.load(std::memory_order_relaxed);
   }
-  /// The peak is what is there now.
+  /// Sets the peak to the current bytes.
   void reset_peak();
 
  private:
@@ -30,18 +30,17 @@ class MemoryCounter {
   std::atomic<int64_t> allocations_ = 0;
 };
 
-/// From the first call on, the memory of CPU tensors is counted by the bytes
-/// that were asked for, for the rank whose thread allocates it. Older memory is
-/// never counted; nor is page-locked memory, which has another allocator.
+/// Counts the memory of CPU tensors from the first call on: the requested bytes, for the rank whose
+/// thread allocates them. Older memory is never counted. Neither is page-locked memory, which has
+/// another allocator.
 void count_cpu_memory();
 
-/// The calling rank's: its thread's where ranks are threads, else that of the
-/// process, which threads that are no ranks use too. Never destroyed, so its
-/// address tells ranks apart.
+/// The counter of the calling rank. If ranks are threads, each has its own. All other threads use
+/// the counter of the process. Counters are never destroyed, so an address identifies a rank.
 MemoryCounter& memory_counter();
 
-/// From here on the calling thread is a rank with a counter of its own, a new
-/// one; or it is not.
+/// If `apart`, the calling thread is a rank from now on and gets a new counter of its own.
+/// Otherwise it uses the counter of the process.
 void count_memory_of_thread(bool apart);
 
 } // namespace fsdp::detail

@@ -14,8 +14,8 @@ struct EventPool {
   std::unordered_map<c10::Device, std::vector<std::unique_ptr<c10::Event>>> unused;
 };
 
-/// Never destroyed: events may be dropped after every static object, and the
-/// device's driver too.
+/// Never destroyed, because events may be dropped after all static objects and the device's driver
+/// are gone.
 EventPool& event_pool() {
   static auto* const made = new EventPool;
   return *made;

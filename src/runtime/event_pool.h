@@ -8,7 +8,7 @@
 
 namespace fsdp::detail {
 
-/// What the calling thread did with events: for tests.
+/// How often the calling thread used events, for tests.
 struct EventOperations {
   int64_t made = 0;
   int64_t records = 0;
@@ -16,9 +16,9 @@ struct EventOperations {
 };
 inline thread_local EventOperations event_operations;
 
-/// An event for streams of `device`, used before where there is one: to make one
-/// costs the host more than to record it again, and whoever waits for the old
-/// record still does. Goes back when the last holder drops it.
+/// Returns an event for streams of `device`, a used one if the pool has any. To record an event
+/// again costs the host less than to make one, and streams that wait for the earlier record are not
+/// affected. The event returns to the pool when its last holder drops it.
 std::shared_ptr<c10::Event> pooled_event(c10::Device device);
 
 } // namespace fsdp::detail

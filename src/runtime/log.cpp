@@ -35,7 +35,7 @@ bool log_enabled(LogLevel level) {
 void log(LogLevel level, std::string_view line) {
   std::string text = level == LogLevel::Debug ? "fsdp debug " : "fsdp info ";
   text.append(line).append("\n");
-  std::fwrite(text.data(), 1, text.size(), stderr); // one call: lines stay whole
+  std::fwrite(text.data(), 1, text.size(), stderr); // one call, so that lines stay whole
 }
 
 } // namespace fsdp::detail

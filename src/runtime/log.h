@@ -7,11 +7,11 @@ namespace fsdp::detail {
 
 enum class LogLevel : std::uint8_t { Off, Info, Debug };
 
-/// Whether FSDP_LOG asks for this level or a more talkative one: "info" says
-/// once how each root is sharded, "debug" also what happens when. Read once.
+/// Returns true if FSDP_LOG asks for this level or a more detailed one. "info" logs once how each
+/// root is sharded; "debug" also logs when each operation begins. FSDP_LOG is read once.
 bool log_enabled(LogLevel level);
 
-/// "fsdp info ..." on stderr, as one line also when ranks are threads.
+/// Writes the line to stderr as "fsdp info ...". Lines of ranks that are threads do not mix.
 void log(LogLevel level, std::string_view line);
 
 } // namespace fsdp::detail

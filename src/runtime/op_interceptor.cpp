@@ -9,7 +9,8 @@ namespace fsdp::detail {
 
 namespace {
 
-// A key above autograd that no tensor carries: reached only where included.
+// A dispatch key above autograd that no tensor has. It is reached only while an interceptor
+// includes it.
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 thread_local OpInterceptor* innermost = nullptr;

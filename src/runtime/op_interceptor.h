@@ -8,9 +8,9 @@
 
 namespace fsdp::detail {
 
-/// While it lives, sees every operator that the calling thread calls, before it
-/// runs. May change the arguments. They must end in the reverse order of their
-/// beginnings; of several, the innermost sees it first.
+/// While this object lives, `before` is called ahead of every operator that the calling thread
+/// calls, and may change the arguments. Interceptors nest: destroy them in the reverse order of
+/// construction. The innermost one is called first.
 class OpInterceptor {
  public:
   OpInterceptor();
@@ -19,13 +19,13 @@ class OpInterceptor {
   OpInterceptor& operator=(const OpInterceptor&) = delete;
 
   virtual void before(const c10::OperatorHandle& op, torch::jit::Stack& stack) = 0;
-  /// Whether it sees those that operators call in turn, too; where one does, all
-  /// do.
+  /// Whether `before` is also called for operators that other operators call. If one active
+  /// interceptor wants this, it applies to all of them.
   virtual bool enters_operators() const {
     return false;
   }
 
-  /// The one that was there before.
+  /// The interceptor around this one, or null.
   OpInterceptor* outer() const {
     return outer_;
   }
@@ -35,14 +35,14 @@ class OpInterceptor {
   OpInterceptor* const outer_;
 };
 
-/// The arguments of an operator that is about to run, and what they are.
+/// The arguments of an operator that is about to run, and their schema.
 struct OpArguments {
   OpArguments(const c10::OperatorHandle& op, torch::jit::Stack& stack)
       : schema(op.schema().arguments()), values(stack.data() + stack.size() - schema.size()) {}
 
-  /// One of the kind that may be left out, and was.
+  /// Returns true if argument `i` is an optional of this kind and has no value.
   bool is_left_out(size_t i, c10::TypeKind kind) const;
-  /// The first tensor's, else the one that is named, else the CPU.
+  /// The device of the first tensor; else the one given as an argument; else the CPU.
   c10::Device device() const;
 
   const std::vector<c10::Argument>& schema;

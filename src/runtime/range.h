@@ -9,9 +9,8 @@
 
 namespace fsdp::detail {
 
-/// A stretch of host time that profilers show as "FSDP::" and the two texts, and
-/// the log at level debug by a line where it begins. Costs next to nothing while
-/// nobody listens.
+/// A span of host time. Profilers show it as "FSDP::" followed by both texts. At level debug, the
+/// log has a line for its beginning. Costs almost nothing if neither is on.
 class Range {
  public:
   explicit Range(std::string_view what, std::string_view label = {})

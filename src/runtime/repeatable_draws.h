@@ -14,25 +14,25 @@ namespace fsdp::detail {
 
 // Note [Random numbers that repeat]
 //
-// A piece of code that is run once more has to draw the same numbers, or the
-// gradient of a dropout is that of another mask. Alone in its process, a rank
-// sets the states of torch's default generators back to where they were, and
-// forward again afterwards; the first run draws what it would draw anyway.
+// Code that runs a second time must draw the same random numbers. Otherwise, for example, the
+// gradient of a dropout belongs to another mask. A rank that is alone in its process sets torch's
+// default generators back to their earlier states for the second run, and restores them afterwards.
+// So the first run draws the same numbers as without this class.
 //
-// Ranks that are threads share these generators, and draw in between each
-// other's draws. There both runs draw from generators of their own instead,
-// made from one number of the shared ones. A run that draws nothing takes none.
+// Ranks that are threads share the default generators, and their draws interleave. There both runs
+// draw from generators of their own, which are seeded with one number from the default generator.
+// A run that draws nothing takes no number.
 
-/// How a run that begins now can draw the same numbers again.
+/// Lets a run that begins now draw the same random numbers again later.
 class RepeatableDraws {
  public:
-  /// On the CPU and these devices. `shared`: other threads draw as well.
+  /// Covers the CPU and `devices`. `shared` means that other threads draw from the same generators.
   RepeatableDraws(const std::vector<c10::Device>& devices, bool shared);
 
-  /// To be kept during the first run.
+  /// Keep the result alive during the first run. It may be null.
   std::unique_ptr<SeededDraws> first() const;
 
-  /// To be kept during another.
+  /// Keep it alive during a repeated run.
   class Again {
    public:
     explicit Again(const RepeatableDraws& draws);
@@ -47,7 +47,7 @@ class RepeatableDraws {
 
  private:
   std::vector<std::pair<at::Generator, at::Tensor>> states_;
-  SeededDraws::Seed seed_; // where they are shared
+  SeededDraws::Seed seed_; // only if the generators are shared
 };
 
 } // namespace fsdp::detail

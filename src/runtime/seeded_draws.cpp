@@ -11,7 +11,8 @@ namespace fsdp::detail {
 
 namespace {
 
-/// Fused dropout: there is no argument for a generator.
+/// Throws NotImplementedError if `op` is a fused dropout that draws on an accelerator, because it
+/// takes no generator.
 void check_does_not_draw(const c10::OperatorHandle& op, const OpArguments& arguments) {
   const auto& name = op.operator_name().name;
   if (name != "aten::native_dropout" && name.rfind("aten::_scaled_dot_product_", 0) != 0) {

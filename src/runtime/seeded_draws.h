@@ -13,19 +13,20 @@
 
 namespace fsdp::detail {
 
-/// While it lives, operators that would draw from torch's default generators,
-/// which all threads share, draw from ones of our own. Throws for those of
-/// accelerators that take no generator, where they draw.
+/// While this object lives, operators draw from generators of its own instead of torch's default
+/// generators, which all threads share. Throws NotImplementedError if an operator that takes no
+/// generator (fused dropout) draws on an accelerator.
 class SeededDraws : public OpInterceptor {
  public:
   using Seed = std::shared_ptr<std::optional<uint64_t>>;
 
   explicit SeededDraws(uint64_t seed) : SeededDraws(std::make_shared<Seed::element_type>(seed)) {}
-  /// Without a value, it is drawn when it is first needed: by the one outside of
-  /// this, so that it repeats with that one, else from torch's generator.
+  /// If `*seed` is empty, it is set when the first generator is needed. The number comes from the
+  /// enclosing SeededDraws, so that it repeats together with that one, or else from torch's default
+  /// generator.
   explicit SeededDraws(Seed seed) : seed_(std::move(seed)) {}
 
-  /// Many draw by another one that they call: randn by normal_, for example.
+  /// Many operators draw through another operator: randn calls normal_, for example.
   bool enters_operators() const override {
     return true;
   }

@@ -15,13 +15,13 @@
 
 namespace fsdp::detail {
 
-/// Whether work on `device` is queued on streams; on the CPU (and on meta) it
-/// is done when the call returns, and there is nothing to order.
+/// Returns true if work on `device` is queued on streams. On the CPU and on meta, work is done when
+/// the call returns, so there is nothing to order.
 inline bool has_streams(c10::Device device) {
   return !device.is_cpu() && !device.is_meta();
 }
 
-/// The type of this machine's accelerator; none if torch was built for one that is not here.
+/// The type of this machine's accelerator. Empty if there is none, even if torch was built for one.
 inline std::optional<c10::DeviceType> accelerator_type() {
   const auto type = at::getAccelerator();
   return type && c10::impl::VirtualGuardImpl(*type).deviceCount() > 0 ? type : std::nullopt;
@@ -37,21 +37,21 @@ inline c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-/// A stream, or none on a device without streams: then everything that takes
-/// one does nothing, and code needs no second path.
+/// A stream, or nothing on a device without streams. Functions that take an empty one do nothing,
+/// so that callers need no second code path.
 using OptionalStream = std::optional<c10::Stream>;
 
 inline OptionalStream optional_current_stream(c10::Device device) {
   return has_streams(device) ? OptionalStream(current_stream(device)) : std::nullopt;
 }
 
-/// A point in a stream's work. The default one has been reached already.
+/// A point in a stream's work. A default-constructed event counts as reached.
 class StreamEvent {
  public:
   StreamEvent() = default;
   explicit StreamEvent(c10::Event event) : event_(std::make_shared<c10::Event>(std::move(event))) {}
 
-  /// What `stream` has been given so far.
+  /// Records the end of the work that is queued on `stream` so far.
   static StreamEvent of(const OptionalStream& stream) {
     StreamEvent event;
     if (stream) {
@@ -62,14 +62,14 @@ class StreamEvent {
     return event;
   }
 
-  /// What `stream` is given from now on comes after this.
+  /// Work that is queued on `stream` from now on waits for this event.
   void block(const OptionalStream& stream) const {
     if (event_ && stream) {
       event_->block(*stream);
       ++event_operations.waits;
     }
   }
-  /// The calling thread waits for it.
+  /// Blocks the calling thread until the event is reached.
   void synchronize() const {
     if (event_) {
       event_->synchronize();
@@ -80,7 +80,7 @@ class StreamEvent {
   std::shared_ptr<c10::Event> event_;
 };
 
-/// `later` continues only after what `earlier` has been given so far.
+/// Work that is queued on `later` from now on waits for the work queued on `earlier` so far.
 inline void wait_for_stream(const OptionalStream& later, const OptionalStream& earlier) {
   if (later && earlier && *later != *earlier) {
     StreamEvent::of(earlier).block(later);

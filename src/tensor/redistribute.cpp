@@ -11,8 +11,8 @@ namespace fsdp::detail {
 
 namespace {
 
-/// Rows of `tensor` with `dim` in front, padded with zeros to `length` rows,
-/// contiguous: what equal-sized collectives need.
+/// Returns `tensor` with `dim` moved to the front, contiguous and padded with zeros to `length`
+/// rows. Collectives need such equal sizes.
 at::Tensor padded_rows(const at::Tensor& tensor, int64_t dim, int64_t length) {
   auto rows = tensor.movedim(dim, 0);
   if (rows.size(0) == length) {
@@ -25,7 +25,7 @@ at::Tensor padded_rows(const at::Tensor& tensor, int64_t dim, int64_t length) {
   return padded;
 }
 
-/// The elements of `rows` (dim 0) that rank `index` takes in `step`.
+/// The rows that rank `index` takes in `step`.
 at::Tensor take(const at::Tensor& rows, const ShardStep& step, int64_t index) {
   const auto runs = step.runs(rows.size(0), index);
   if (runs.size() == 1) {
@@ -38,8 +38,8 @@ at::Tensor take(const at::Tensor& rows, const ShardStep& step, int64_t index) {
   return at::cat(pieces);
 }
 
-/// The inverse: `pieces[index]` holds what rank `index` took of `length` rows,
-/// perhaps with padding behind it.
+/// The inverse of `take`: `pieces[index]` holds the rows that rank `index` took of `length` rows,
+/// perhaps followed by padding.
 at::Tensor put_together(
     const std::vector<at::Tensor>& pieces, const ShardStep& step, int64_t length) {
   auto sizes = pieces[0].sizes().vec();
@@ -55,12 +55,12 @@ at::Tensor put_together(
   return rows;
 }
 
-/// All ranks' parts of `rows` in `step`, each padded to the longest, in one
-/// contiguous [ranks, longest, ...] tensor.
+/// All ranks' parts of `rows` in `step`, each padded to the longest part, in one contiguous
+/// [ranks, longest, ...] tensor.
 at::Tensor padded_parts(const at::Tensor& rows, const ShardStep& step) {
   const auto longest = step.length(rows.size(0), 0);
   if (step.is_even(rows.size(0))) {
-    return rows.contiguous().unflatten(0, {step.num_ranks, longest}); // they lie so already
+    return rows.contiguous().unflatten(0, {step.num_ranks, longest}); // already in this order
   }
   std::vector<at::Tensor> parts;
   for (int64_t index = 0; index < step.num_ranks; ++index) {
@@ -69,7 +69,7 @@ at::Tensor padded_parts(const at::Tensor& rows, const ShardStep& step) {
   return at::stack(parts);
 }
 
-/// A redistribution under way: the local tensor and how it lies now.
+/// A redistribution in progress: the local tensor and its current placements.
 class Mover {
  public:
   Mover(at::Tensor local, TensorSpec spec)
@@ -97,9 +97,8 @@ class Mover {
     return local_;
   }
 
-  /// Shards and broadcasts from the first rank of every axis. A rank whose
-  /// source does not hold the right values yet passes on what it has; a later
-  /// axis corrects it.
+  /// Scatters or broadcasts along every axis from the axis's first rank. A source rank that does
+  /// not have the right values yet passes on its own; a later axis overwrites them.
   at::Tensor distribute_to(const std::vector<Placement>& target) {
     for (int64_t dim = 0; dim < num_dims(); ++dim) {
       for (const auto& step : steps(target, dim)) {
@@ -134,13 +133,13 @@ class Mover {
   std::vector<ShardStep> steps(const std::vector<Placement>& placements, int64_t dim) const {
     return shard_steps(placements, now_.mesh.shape(), dim);
   }
-  /// Length of dim `dim` here before the last of `done` steps.
+  /// This rank's length of `dim` before the last step of `done`.
   int64_t length_before_last(const std::vector<ShardStep>& done, int64_t dim) const {
     return local_length(now_.sizes[dim], {done.begin(), done.end() - 1}, coordinate_);
   }
 
-  /// Ends the partial sum of `axis`: straight into its target shard where that
-  /// is the next step of its dim, else on every rank.
+  /// Reduces the partial values of `axis`. If the target shard is the next step of its dim, a
+  /// reduce-scatter makes the shard; otherwise an all-reduce makes every rank's value whole.
   void reduce(int64_t axis, const std::vector<Placement>& target) {
     const auto op = std::get<Partial>(now_.placements[axis]).op;
     const auto dim = shard_dim(target[axis]);
@@ -169,7 +168,7 @@ class Mover {
     local_ = output.narrow(0, 0, length).movedim(0, dim).contiguous();
   }
 
-  /// Undoes the steps of `dim` that the target does not begin with.
+  /// Undoes steps of `dim`, the last one first, until the rest are the first steps of the target.
   void unshard(int64_t dim, const std::vector<Placement>& target) {
     const auto wanted = steps(target, dim);
     auto done = steps(now_.placements, dim);
@@ -198,8 +197,8 @@ class Mover {
     local_ = rows.movedim(0, dim).contiguous();
   }
 
-  /// Moves the axis of the last step on `dim` to the next step on another dim
-  /// in one all-to-all, where the target asks for just that.
+  /// Moves a shard to another dim by one all-to-all, if the axis that divided `dim` last is the
+  /// target's next step on that other dim. Returns true if it moved the shard.
   bool move_shard(
       const std::vector<ShardStep>& done, int64_t dim, const std::vector<Placement>& target) {
     const auto from = done.back();
@@ -216,8 +215,8 @@ class Mover {
     const auto to = wanted[there.size()];
     const auto length = length_before_last(done, dim);
     const auto longest = from.length(length, 0);
-    // [ranks, their part of to_dim, our part of dim, ...]: every rank sends
-    // every other one what it holds of its part.
+    // Sends each rank its part of `to_dim` within our part of `dim`:
+    // [ranks, their part of to_dim, our part of dim, ...].
     auto rows = padded_rows(local_, dim, longest);
     const auto to_dim_in_rows = to_dim < dim ? to_dim + 1 : to_dim;
     const auto to_length = rows.size(to_dim_in_rows);
@@ -235,7 +234,7 @@ class Mover {
     return true;
   }
 
-  /// Applies the steps of the target that are still missing: no communication.
+  /// Applies the target's missing steps. Needs no communication.
   void shard(int64_t dim, const std::vector<Placement>& target) {
     const auto wanted = steps(target, dim);
     for (auto i = steps(now_.placements, dim).size(); i < wanted.size(); ++i) {
@@ -257,7 +256,7 @@ class Mover {
     local_ = part.narrow(0, 0, length).movedim(0, dim).contiguous();
   }
 
-  /// A replicated value as a reduction: terms that give it back.
+  /// Turns a replicated value into this rank's term of a reduction that gives the value back.
   void make_partial(int64_t axis, const Partial& partial) {
     const bool first = coordinate_[axis] == 0;
     switch (partial.op.kind()) {
@@ -293,7 +292,8 @@ at::Tensor redistribute(
 
 namespace {
 
-/// Padding would make tensors of different sizes pass for equal ones.
+/// Throws ValueError if the ranks have tensors of different sizes or dtypes. Without this check,
+/// padding would hide the difference.
 void check_same_on_all(const at::Tensor& tensor, const DeviceMesh& mesh) {
   constexpr int64_t kMaxDims = 16;
   TORCH_CHECK_VALUE(tensor.dim() <= kMaxDims, "[distribute_tensor] more than 16 dims");
@@ -301,10 +301,10 @@ void check_same_on_all(const at::Tensor& tensor, const DeviceMesh& mesh) {
   std::copy(tensor.sizes().begin(), tensor.sizes().end(), print.begin());
   print[kMaxDims] = static_cast<int64_t>(tensor.scalar_type());
   print[kMaxDims + 1] = tensor.dim();
-  const auto mine = // the CPU is named because of MetaInit
+  const auto mine = // names the CPU because MetaInit changes the default device
       at::tensor(print, at::device(at::kCPU).dtype(at::kLong)).to(tensor.device());
   std::string difference;
-  for (int64_t axis = 0; axis < mesh.ndim(); ++axis) { // all, so that no peer is left waiting
+  for (int64_t axis = 0; axis < mesh.ndim(); ++axis) { // all axes, so that no peer is left waiting
     const auto group = mesh.get_group(axis);
     auto all = at::empty({group.size(), mine.numel()}, mine.options());
     group.all_gather(all, mine);
@@ -330,7 +330,7 @@ at::Tensor distribute(const at::Tensor& full, const TensorSpec& target) {
   check_same_on_all(full, target.mesh);
   TensorSpec replicated = target;
   replicated.placements.assign(target.placements.size(), Replicate{});
-  // The caller keeps its tensor: broadcasts write into a copy.
+  // Broadcasts write into a copy, not into the caller's tensor.
   return Mover(full.detach().clone(at::MemoryFormat::Contiguous), replicated)
       .distribute_to(target.placements);
 }

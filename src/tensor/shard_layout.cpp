@@ -8,7 +8,8 @@ namespace fsdp::detail {
 
 namespace {
 
-/// Picks `local` runs (of the elements that `whole` lists) out of `whole`.
+/// Translates `local`, runs of the elements that `whole` lists, to runs in the numbering of
+/// `whole`.
 std::vector<Run> select(const std::vector<Run>& whole, const std::vector<Run>& local) {
   std::vector<Run> result;
   for (const auto& run : local) {
