@@ -93,6 +93,7 @@ TEST(Inspect, OfASeriesTheLatest) {
 TEST(Inspect, RefusesWhatIsNoCheckpoint) {
   const auto folder = temporary_folder();
   for (const auto* command : {"inspect", "verify"}) {
+    SCOPED_TRACE(command);
     const auto missing = run({command, folder + "/none"});
     EXPECT_EQ(missing.exit_code, 4);
     EXPECT_TRUE(contains(missing.output, "/none: there is no such checkpoint\n"));
@@ -112,6 +113,7 @@ TEST(Inspect, TakesTheFolderThatItIsIn) {
   state.insert("w", torch::ones({3}));
   CheckpointSeries(root).save(7, state);
   for (const auto* folder : {"", "/step_00000007"}) {
+    SCOPED_TRACE(folder);
     const auto here = run_script(c10::str("cd ", root, folder, " && ", kTool, " inspect ."));
     EXPECT_EQ(here.exit_code, 0) << here.output;
     EXPECT_TRUE(contains(here.output, "\ntotal     1 tensor, "));
@@ -248,13 +250,15 @@ TEST(Convert, RefusesWhatMakesNoSense) {
     EXPECT_TRUE(contains(ended.output, part));
   };
   const auto out = path + "_out";
-  refused({out, "--ranks", "2"}, "--ranks 2: goes with --format sharded");
-  refused({out, "--format", "sharded", "--files-of", "1GB"}, "--files-of: goes with --format full");
-  refused({out, "--rename", "rows"}, "--rename 'rows': has to be FROM=TO");
+  refused({out, "--ranks", "2"}, "--ranks 2: only valid with --format sharded");
+  refused(
+      {out, "--format", "sharded", "--files-of", "1GB"},
+      "--files-of: only valid with --format full");
+  refused({out, "--rename", "rows"}, "--rename 'rows': it must be FROM=TO");
   refused({out, "--rename", "(=x"}, "is no regular expression");
   refused({out, "--rename", "r.*|c.*=same_name"}, "two names become 'same_name'");
   refused({out, "--only", "nobody"}, "no tensor of ");
-  refused({out + ".safetensors"}, "name it without .safetensors");
+  refused({out + ".safetensors"}, "choose a name without .safetensors");
   EXPECT_FALSE(detail::path_exists(out));
   refused({path, "--format", "sharded"}, "is there already", 4);
   converted({path, path, "--format", "sharded", "--overwrite"}); // in place

@@ -64,7 +64,7 @@ class Progress(unittest.TestCase):
             watched_tests(TESTS),
             " 3/3 Test  #3: Mesh.Slices ..........***Failed    1.50 sec\n"
             "mesh_test.cpp:7: Failure\n\n"
-            "The slowest:\n     1.5 s  Mesh.Slices\n     0.3 s  Mesh.Shape\n     0.0 s  Gpu.Streams\n\n"
+            "The slowest tests:\n     1.5 s  Mesh.Slices\n     0.3 s  Mesh.Shape\n     0.0 s  Gpu.Streams\n\n"
             "67% tests passed, 1 tests failed out of 3\n\nTotal Test time (real) =   1.90 sec\n",
         )
 

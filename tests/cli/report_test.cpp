@@ -123,15 +123,16 @@ TEST(Report, LeavesOutWhatIsDamagedAndSaysSo) {
     EXPECT_NE(ended.output.find(message), std::string::npos) << ended.output;
     EXPECT_EQ(data_in(folder)["metrics"].size(), 2) << message;
   };
-  expect_warned("metrics.jsonl line 2 is not an object with a step, and so are 2 more; left out");
+  expect_warned("metrics.jsonl line 2 is not an object with a step, nor are 2 more; left out");
   write(folder + "/groups.json", "[1,");
   expect_warned("groups.json is damaged, and left out of the page: ");
   write(folder + "/groups.json", "{}");
-  expect_warned("groups.json is no list of groups, which is left out of the page");
+  expect_warned("groups.json is not a list of groups; it is left out of the page");
   write(folder + "/config.json", "[]");
-  expect_warned("config.json is no object of options, which is left out of the page");
+  expect_warned("config.json is not an object of options; it is left out of the page");
   for (const auto* trace :
        {R"({"traceEvents": [{"ph": "X", "cat": "step", "ts": 1, "dur": 2}]})", "{\"traceEv"}) {
+    SCOPED_TRACE(trace);
     write(folder + "/trace.json", trace);
     expect_warned("trace.json is damaged, and left out of the page: ");
     EXPECT_TRUE(data_in(folder)["trace"].is_null());

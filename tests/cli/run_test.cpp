@@ -238,7 +238,7 @@ TEST(Run, TellsExitCodesFromSignals) {
   const auto ended = run({"run", "-n", "1", "--", "sh", "-c", "printf why >&2; exit 200"});
   EXPECT_EQ(ended.exit_code, 200);
   EXPECT_TRUE(contains(ended.output, "rank 0 failed first, with exit code 200"));
-  EXPECT_TRUE(contains(ended.output, "last words:\n  why\n"));
+  EXPECT_TRUE(contains(ended.output, "its last lines on stderr:\n  why\n"));
 }
 
 TEST(Run, ARankThatWasAskedToEndIsNoFailure) {
@@ -289,6 +289,7 @@ TEST(Run, SaysWhyAFileCannotBeRun) {
   std::filesystem::permissions(script, std::filesystem::perms::owner_all);
   for (const auto& [program, reason] : std::map<std::string, std::string>{
            {folder, "it is not a file"}, {script, "Exec format error; a script needs"}}) {
+    SCOPED_TRACE(program);
     const auto ended = run({"run", "-n", "2", "--", program});
     EXPECT_EQ(ended.exit_code, 1);
     EXPECT_TRUE(contains(ended.output, "cannot run " + program + ": " + reason));

@@ -101,7 +101,7 @@ TEST(ConfigFile, RefusesWhatIsNoFileOfOptions) {
   EXPECT_TRUE(
       contains(refusal(file_with("a.json", "[\"steps\", 3]")), " is JSON, but not an object"));
   EXPECT_TRUE(contains(refusal(file_with("a.json", "3")), " is JSON, but not an object"));
-  EXPECT_TRUE(contains(refusal(file_with("a.json", R"({"config": ""})")), "names a file itself"));
+  EXPECT_TRUE(contains(refusal(file_with("a.json", R"({"config": ""})")), "must not name another"));
   EXPECT_EQ(cli::config_words(file_with("a.toml", "[model]\ndim = 64\n")), Words{"--dim=64"});
 }
 
@@ -111,6 +111,7 @@ TEST(ConfigFile, WhatContradictsTheCommandLineIsLeftOut) {
   const auto toml =
       file_with("a.toml", "quiet = true\nno-save = true\ndim = 64\n[mesh]\ndp = 2\nshard = 4\n");
   for (const auto& file : {json, toml}) {
+    SCOPED_TRACE(file);
     const auto with = [&](Words words) {
       words.insert(words.begin(), {"--config", file});
       auto result = cli::expand_config(words);
@@ -254,7 +255,7 @@ TEST(TrainScreen, TheCommandThatGoesOnWorksAsItIsPrinted) {
   const auto ended = run_script(
       "mkdir '" + folder + "' && cd '" + folder + "' && ln -s " + kTool + " fsdp && ./fsdp" +
       joined(tiny_options(text_file(), {"--steps", "2", "--run", "'a run/of mine'"})) +
-      " > printed && sed -n 's/^saved .*; to train on: //p' printed | tee again && bash again");
+      " > printed && sed -n 's/^saved .*; to train longer: //p' printed | tee again && bash again");
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_EQ(ended.output.find("./fsdp train --resume 'a run/of mine' --steps 4\n"), 0u)
       << ended.output;
@@ -263,7 +264,7 @@ TEST(TrainScreen, TheCommandThatGoesOnWorksAsItIsPrinted) {
       "cd '" + folder +
       "' && FSDP_COMMAND='../my tree/fsdp' ./fsdp train --resume 'a run/of mine' "
       "--steps 5");
-  EXPECT_TRUE(contains(started.output, "; to train on: '../my tree/fsdp' train --resume "));
+  EXPECT_TRUE(contains(started.output, "; to train longer: '../my tree/fsdp' train --resume "));
 }
 
 TEST(TrainScreen, WhatWasNotWrittenIsNotNamed) {
@@ -339,6 +340,7 @@ Ended interrupted(
 TEST(TrainSignals, FinishesTheStepSavesAndGoesOnLater) {
   const auto data = text_file();
   for (const auto& [name, code] : {std::pair("INT", 130), std::pair("TERM", 143)}) {
+    SCOPED_TRACE(name);
     const auto run_folder = temporary_folder() + "/run";
     const auto words = joined(
         tiny_options(data, {"--run", run_folder, "--steps", "100000", "--schedule", "constant"}));
@@ -346,7 +348,7 @@ TEST(TrainSignals, FinishesTheStepSavesAndGoesOnLater) {
     const auto ended = interrupted(words, run_folder, std::string("kill -") + name + " $!;");
     EXPECT_EQ(ended.exit_code, code) << ended.output;
     EXPECT_TRUE(contains(ended.output, std::string("stopped   by SIG") + name + " after step "));
-    EXPECT_TRUE(contains(ended.output, "; to go on: " + kTool + " train --resume " + run_folder));
+    EXPECT_TRUE(contains(ended.output, "; to resume: " + kTool + " train --resume " + run_folder));
     const auto done = metrics_of(run_folder).size();
     const auto rest =
         run({"train", "--resume", run_folder, "--steps", std::to_string(done + 2), "--quiet"});

@@ -18,7 +18,7 @@ TEST(Train, LearnsOverFourRanks) {
        {"model     ", "ranks     4 over threads; 3 groups, ", "text      ",
         "run       30 steps of 8 x 32 = 256 tokens", " tokens/s  ", " left\n", "result    loss 5.",
         "validation loss ",
-        "byte frequencies alone: ", "sample    what the model makes of \"for (int i"}) {
+        "byte frequencies alone: ", "sample    the model continues \"for (int i"}) {
     EXPECT_TRUE(contains(ended.output, part));
   }
   EXPECT_EQ(count(ended.output, "\x1b"), 0); // not a terminal
@@ -131,12 +131,12 @@ TEST(Train, RefusesWhatMakesNoSense) {
   refused({"--seed", "-1"}, "--seed -1: it must be 0 or more");
   refused({"--batch", "0"}, "--batch 0: it must be 1 or more");
   refused({"--batch", "6"}, "--batch 6 rows cannot be shared evenly by 4 ranks; ");
-  refused({"--batch", "6"}, "take for example --batch 8");
+  refused({"--batch", "6"}, "use for example --batch 8");
   refused({"--context", "0"}, "--context 0: it must be 1 or more");
   refused({"--context", "100000"}, "too little text for it");
   refused({"--layers", "-1"}, "--layers -1: it must be 1 or more");
   refused({"--heads", "0"}, "--heads 0: it must be 1 or more");
-  refused({"--dim", "30"}, "--dim 30 does not make 4 heads of an even size; take for example ");
+  refused({"--dim", "30"}, "--dim 30 cannot be divided into 4 heads of an even size; use for ");
   refused({"--lr", "0"}, "--lr 0: it must be above 0");
   refused({"--lr", "nan"}, "--lr nan: it must be above 0");
   refused({"--reshard-after-forward", "maybe"}, "it must be auto, true, false or a number");
@@ -144,10 +144,10 @@ TEST(Train, RefusesWhatMakesNoSense) {
   refused({"--mesh", "tp=3"}, "--mesh tp=3: --heads 4 cannot be divided by it");
   refused({"--mesh", "sharp=2"}, "there is no axis 'sharp'; did you mean 'shard'?");
   refused({"--mesh", "shard=2", "--ranks", "4"}, "--mesh shard=2 makes 2 ranks, not 4");
-  refused({"--mesh", "dp"}, "'dp' is no axis; write for example --mesh dp=2,shard=2,tp=2");
+  refused({"--mesh", "dp"}, "'dp' is not an axis; write for example --mesh dp=2,shard=2,tp=2");
   refused(
-      {"--accumulate", "3"}, "cannot be shared evenly by 4 ranks in 3 parts each; take --batch 12");
-  refused({"--kv-heads", "3"}, "--kv-heads 3: --heads 4 cannot be shared evenly by them");
+      {"--accumulate", "3"}, "cannot be shared evenly by 4 ranks in 3 parts each; use --batch 12");
+  refused({"--kv-heads", "3"}, "--kv-heads 3: it must be a divisor of --heads 4");
   refused({"--model", "tinny"}, "--model tinny: there is no such size; did you mean 'tiny'?");
   refused({"--schedule", "constant", "--min-lr", "0"}, "has no meaning with --schedule constant");
   refused({"--quiet", "--json"}, "--quiet and --json contradict each other");

@@ -53,6 +53,7 @@ TEST(Corpus, EveryNumberOfRanksSeesTheSameBatches) {
   const auto whole = corpus.train_rows(7, 3, 0, 8, 16);
   EXPECT_EQ(whole.sizes(), (std::vector<int64_t>{8, 17}));
   for (const int64_t ranks : {2, 4, 8}) {
+    SCOPED_TRACE_OF(ranks);
     std::vector<torch::Tensor> parts;
     for (int64_t rank = 0; rank < ranks; ++rank) {
       parts.push_back(corpus.train_rows(7, 3, rank * 8 / ranks, 8 / ranks, 16));
@@ -243,6 +244,7 @@ TEST(Trainer, SameSeedGivesTheSameBits) {
   auto other = config;
   other.seed = 2;
   for (const int ranks : {1, 4}) {
+    SCOPED_TRACE_OF(ranks);
     const auto first = losses(config, ranks);
     EXPECT_LT(first.back(), first.front() - 1);
     EXPECT_EQ(losses(config, ranks), first);
@@ -253,6 +255,7 @@ TEST(Trainer, SameSeedGivesTheSameBits) {
 TEST(Trainer, AnyNumberOfRanksGivesTheSameLosses) {
   auto config = tiny_config();
   for (const bool tied : {true, false}) {
+    SCOPED_TRACE_OF(tied);
     config.model.tied = tied;
     const auto alone = losses(config, 1);
     for (const int ranks : {2, 4, 8}) {
@@ -268,6 +271,7 @@ TEST(Trainer, ReshardingAfterForwardChangesNoBit) {
   auto config = tiny_config();
   const auto automatic = losses(config, 2);
   for (const bool reshard : {true, false}) {
+    SCOPED_TRACE_OF(reshard);
     config.reshard_after_forward = reshard;
     EXPECT_EQ(losses(config, 2), automatic);
   }
@@ -286,6 +290,7 @@ TEST(Trainer, AnyMeshGivesTheSameLosses) {
   auto config = tiny_config();
   config.steps = 6;
   for (const bool tied : {false, true}) {
+    SCOPED_TRACE_OF(tied);
     config.model.tied = tied;
     config.mesh.reset();
     const auto alone = losses(config, 1);

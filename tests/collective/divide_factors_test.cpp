@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include "support/traces.h"
+
 namespace fsdp::detail {
 namespace {
 
@@ -14,6 +16,7 @@ double post(const DivideFactors& factors) {
 
 TEST(DivideFactors, WideDtypesDivideInTheCollective) {
   for (const auto dtype : {c10::kFloat, c10::kBFloat16}) {
+    SCOPED_TRACE_OF(dtype);
     const auto alone = divide_factors({.reduce_dtype = dtype});
     EXPECT_EQ(alone.reduce_scatter_op, ReduceOp::Sum);
     EXPECT_EQ(alone.all_reduce_op, ReduceOp::Sum);
@@ -51,10 +54,11 @@ TEST(DivideFactors, HalfPrecisionDividesInTwoSteps) {
         Row{12, 4, 3}, Row{16, 4, 4}, Row{32, 8, 4}, Row{64, 8, 8}, Row{128, 16, 8},
         Row{256, 16, 16}}) {
     for (const bool force_sum : {false, true}) {
+      SCOPED_TRACE_OF(row.ranks, force_sum);
       const auto factors = divide_factors(
           {.reduce_dtype = c10::kHalf, .shard_size = row.ranks, .force_sum = force_sum});
-      EXPECT_EQ(pre(factors), row.pre) << row.ranks;
-      EXPECT_EQ(post(factors), row.post) << row.ranks;
+      EXPECT_EQ(pre(factors), row.pre);
+      EXPECT_EQ(post(factors), row.post);
       EXPECT_EQ(factors.reduce_scatter_op, ReduceOp::Sum);
       EXPECT_EQ(factors.all_reduce_op, ReduceOp::Sum);
     }

@@ -65,6 +65,7 @@ TEST(Gather, PutsPartsWhereTheyBelong) {
 
 TEST(Gather, OfAFakeGroupRepeatsTheShard) {
   for (const int64_t ranks : {2, 3, 5, 8}) {
+    SCOPED_TRACE_OF(ranks);
     const GatherPlan plan{
         .parts = {{.in = 1, .out = 0, .numel = 2, .whole = 2 * ranks - 1}},
         .ranks = ranks,
@@ -103,6 +104,7 @@ TEST(Reduce, LaysOutAsTorchDoes) {
     run_ranks(ranks, [&](int) {
       for (const auto& sizes : std::vector<std::vector<int64_t>>{
                {9}, {1}, {14, 7}, {1, 2, 3, 4, 5, 6, 7, 8, 23}, {40000, 3}}) {
+        SCOPED_TRACE_OF(sizes);
         std::vector<at::Tensor> grads;
         std::vector<ReduceInput> inputs;
         for (const auto rows : sizes) {
@@ -122,6 +124,7 @@ TEST(Reduce, CastsDividesAndTakesAnyDim) {
   run_ranks(2, [](int rank) {
     const auto grad = torch::tensor({{1, 2, 3, 4}, {5, 6, 7, 8}}).to(torch::kBFloat16) * (rank + 1);
     for (const auto reduce_dtype : {torch::kFloat, torch::kHalf, torch::kBFloat16}) {
+      SCOPED_TRACE_OF(reduce_dtype);
       std::vector<ReduceInput> inputs{{grad, 1}};
       const ReduceRequest request{
           .group = default_group(),

@@ -44,6 +44,7 @@ TEST(CheckpointingOnGpu, DropoutDrawsTheSameAndLeavesTheGeneratorAlone) {
   const auto actual = run(true);
   const auto expected = run(false);
   for (const size_t i : {0, 1, 3}) {
+    SCOPED_TRACE_OF(i);
     EXPECT_SAME(actual[i], expected[i]);
   }
   EXPECT_TRUE(near(actual[2], expected[2], 1e-2)); // attention adds up in any order
@@ -84,6 +85,7 @@ TEST_P(CheckpointedEngineOnGpu, TrainsLikeTheUnshardedModel) {
     for (const bool for_good : {false, true}) {
       for (const ReshardAfterForward& reshard :
            {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
+        SCOPED_TRACE_OF(for_good, reshard);
         const ModelArgs args{.n_layers = 3, .dropout_p = 0};
         auto reference = seeded<Transformer>(args);
         reference->to(torch::kCUDA);

@@ -23,6 +23,7 @@ TEST_P(EngineOnGpu, TrainsLikeTheUnshardedModel) {
     for (const ReshardAfterForward& reshard :
          {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(),
           ReshardAfterForward(2)}) {
+      SCOPED_TRACE_OF(reshard);
       const ModelArgs args{.n_layers = 3, .dropout_p = 0};
       auto net = seeded<Transformer>(args);
       auto reference = seeded<Transformer>(args);

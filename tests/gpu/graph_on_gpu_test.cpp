@@ -15,7 +15,7 @@ using namespace test;
 TEST(GraphOnGpu, ReplaysAForwardAndABackwardOfTwoLayers) {
   SKIP_WITHOUT_GPU();
   for (const bool low_precision : {false, true}) {
-    SCOPED_TRACE(low_precision);
+    SCOPED_TRACE_OF(low_precision);
     const Joined joined({.backend = "fake", .rank = 0, .world_size = 1});
     auto net = seeded<Stack>(16, 2);
     auto reference = seeded<Stack>(16, 2);

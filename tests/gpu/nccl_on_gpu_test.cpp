@@ -134,6 +134,7 @@ TEST(NcclOnGpu, OneRankTrainsLikeTheUnshardedModel) {
   in_a_process([] {
     const Joined joined({.backend = "nccl"});
     for (const bool replicas : {false, true}) { // with them, gradients are all-reduced
+      SCOPED_TRACE_OF(replicas);
       const auto mesh = replicas
                             ? init_device_mesh(torch::kCUDA, {1, 1}, {"dp_replicate", "dp_shard"})
                             : init_device_mesh(torch::kCUDA, {1});
@@ -232,6 +233,7 @@ TEST_F(NcclRanks, MatchTheDefinitionsAndTrain) {
   check_every_collective(default_group(), 70'000, mine);
   const auto mesh = init_device_mesh(torch::kCUDA, {get_world_size()});
   for (const auto place : {detail::PlaceGathers::Never, detail::PlaceGathers::Always}) {
+    SCOPED_TRACE(place == detail::PlaceGathers::Always ? "placed" : "not placed");
     const PlacedGathers placed(place); // by parts that divide evenly
     auto net = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
     auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
@@ -243,6 +245,7 @@ TEST_F(NcclRanks, MatchTheDefinitionsAndTrain) {
   }
   for (const ReshardAfterForward& reshard :
        {ReshardAfterForward(true), ReshardAfterForward(false)}) {
+    SCOPED_TRACE_OF(reshard);
     auto net = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
     auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
     reference->to(mine);

@@ -130,6 +130,7 @@ TEST_P(OffloadOnGpu, TrainsLikeTheUnshardedModel) {
       for (const ReshardAfterForward& reshard :
            {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(),
             ReshardAfterForward(2)}) {
+        SCOPED_TRACE_OF(pin_memory, reshard);
         auto net = seeded<SeeingNet>();
         auto reference = seeded<SeeingNet>();
         reference->to(torch::kCUDA);
@@ -145,6 +146,7 @@ TEST_P(OffloadOnGpu, AccumulatesWithAndWithoutCommunication) {
   run_ranks(GetParam(), [](int) {
     for (const bool pin_memory : {true, false}) {
       for (const bool sync_each : {true, false}) {
+        SCOPED_TRACE_OF(pin_memory, sync_each);
         auto net = seeded<SeeingNet>();
         auto reference = seeded<SeeingNet>();
         reference->to(torch::kCUDA);

@@ -64,7 +64,7 @@ TEST(StateOnGpu, TrainingGoesOnFromACheckpointOnAnyNumberOfRanks) {
         set_optimizer_state_dict(net, optimizer, state);
         const auto loss = step(net, optimizer, 3);
         const auto next = step(net, optimizer, 4);
-        EXPECT_TRUE(near(torch::stack({loss, next}), expected, 1e-3)) << n << " on " << device;
+        EXPECT_TRUE(near(torch::stack({loss, next}), expected, 1e-3)) << "on " << device;
       });
     }
   }
@@ -88,6 +88,7 @@ TEST(StateOnGpu, AsyncSaveHoldsTheValuesOfTheCall) {
   };
   auto live = numbers.cuda();
   for (const int64_t add : {0, 7}) { // the second one finds memory
+    SCOPED_TRACE_OF(add);
     live.add_(add);
     auto future = async_save(parts(live), path);
     live.zero_();

@@ -125,6 +125,7 @@ void expect_same_whoever_is_late(int num_ranks, const std::function<Plan()>& mak
   run_ranks(num_ranks, [&](int rank) {
     const OwnStream own;
     const auto run = make_run();
+    SCOPED_TRACE_OF(run.options.reshard_after_forward, run.options.mp_policy, run.prefetch);
     const auto expected = train(run, kLate.front(), false);
     for (const auto& late : kLate) {
       for (const int who : {-1, num_ranks - 1}) { // all of them, or one

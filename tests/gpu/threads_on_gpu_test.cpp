@@ -60,6 +60,7 @@ TEST_P(ThreadsOnGpu, PutPartsWhereTheyBelong) {
     const OwnStream own;
     for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kByte}) {
       for (const int64_t numel : {1, 3, 64, 4096}) {
+        SCOPED_TRACE_OF(dtype, numel);
         // The last rank's last element is padding.
         const auto plan = std::make_shared<detail::GatherPlan>(detail::GatherPlan{
             .parts =

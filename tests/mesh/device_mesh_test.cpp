@@ -46,6 +46,7 @@ TEST(DeviceMesh, FourAxes) {
     EXPECT_EQ(mesh.names(), (Names{"pp", "dp", "cp", "tp"}));
     EXPECT_EQ(mesh.get_coordinate(), (Shape{rank / 8, rank / 4 % 2, rank / 2 % 2, rank % 2}));
     for (const auto& name : mesh.names()) {
+      SCOPED_TRACE(name);
       const auto group = mesh.get_group(name);
       EXPECT_EQ(group.size(), 2);
       EXPECT_EQ(group.rank(), mesh.get_local_rank(name));

@@ -32,7 +32,7 @@ TEST(MeshLayout, EveryRankFindsItselfInItsGroup) {
     const auto coordinate = grid_coordinate(shape, rank);
     for (const auto& axes : {Axes{0}, Axes{1}, Axes{0, 1}, Axes{1, 3}, Axes{0, 1, 2, 3}}) {
       const auto ranks = axes_ranks(shape, coordinate, axes);
-      EXPECT_EQ(ranks[axes_index(shape, coordinate, axes)], rank);
+      EXPECT_EQ(ranks[axes_index(shape, coordinate, axes)], rank) << testing::PrintToString(axes);
     }
   }
 }

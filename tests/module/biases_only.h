@@ -15,6 +15,7 @@ inline void train_biases_only(
     const ReshardAfterForward& reshard,
     bool freeze_after,
     const std::function<void(MLP&)>& prepare = [](MLP&) {}) {
+  SCOPED_TRACE_OF(reshard, freeze_after);
   auto net = seeded<Stack>(32);
   auto reference = seeded<Stack>(32);
   const auto freeze = [](Stack& each) {

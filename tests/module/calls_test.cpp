@@ -43,6 +43,7 @@ TEST(Training, ForwardAndBackwardOfAModuleThatIsNotTheRoot) {
 TEST(Training, SeveralRootsWithAndWithoutASharedContext) {
   run_ranks(2, [](int) {
     for (const bool shared : {false, true}) {
+      SCOPED_TRACE_OF(shared);
       auto net = seeded<Stack>(16);
       auto reference = seeded<Stack>(16);
       std::vector<FSDPModule> roots;
@@ -85,6 +86,7 @@ TEST(Training, AModuleThatIsCalledTwice) {
     for (const ReshardAfterForward& reshard :
          {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
       for (const bool needs_grad : {false, true}) {
+        SCOPED_TRACE_OF(reshard, needs_grad);
         auto net = seeded<MultiForward>();
         auto reference = seeded<MultiForward>();
         fully_shard(net->inner, {.reshard_after_forward = reshard});
@@ -104,6 +106,7 @@ TEST(Training, UnusedOutputsAndUnusedModules) {
   run_ranks(4, [](int) {
     for (const ReshardAfterForward& reshard :
          {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = seeded<DoubleLinear>(24);
       auto reference = seeded<DoubleLinear>(24);
       fully_shard(net->lin1, {.reshard_after_forward = reshard});

@@ -154,6 +154,7 @@ TEST(Casts, InGroupsOfSeveralModules) {
 TEST(Casts, OfOutputsWhereAGroupDoesNotRunWhole) {
   run_ranks(2, [](int) {
     for (const bool everywhere : {true, false}) {
+      SCOPED_TRACE_OF(everywhere);
       const MixedPrecisionPolicy to_bf16{
           .param_dtype = everywhere ? std::optional(kFp32) : std::nullopt, .output_dtype = kBf16};
       auto net = seeded<TwoLayers>();

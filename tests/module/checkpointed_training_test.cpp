@@ -53,6 +53,7 @@ TEST(CheckpointedTraining, BlocksAsGroups) {
     run_ranks(n, [n](int) {
       for (const auto applied : kApplied) {
         for (const auto& reshard : reshards(n)) {
+          SCOPED_TRACE_OF(applied, reshard);
           auto net = seeded<Transformer>(small_args(applied));
           auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
           checkpoint_and_shard(net, applied, [&](Transformer& each) {
@@ -69,6 +70,7 @@ TEST(CheckpointedTraining, GroupsThatSaveMemory) {
   run_ranks(2, [](int) {
     for (const auto applied : kApplied) {
       for (const bool reshard : {true, false}) {
+        SCOPED_TRACE_OF(applied, reshard);
         const FullyShardOptions options{.reshard_after_forward = reshard};
         auto net = seeded<Transformer>(small_args(applied, /*weight_tying=*/false));
         auto reference =
@@ -100,6 +102,7 @@ TEST(CheckpointedTraining, TiedWeightsInAGroupOfTheirOwn) {
     run_ranks(n, [](int) {
       for (const auto applied : kApplied) {
         for (const bool reshard : {true, false}) {
+          SCOPED_TRACE_OF(applied, reshard);
           const FullyShardOptions options{.reshard_after_forward = reshard};
           auto net = seeded<Transformer>(small_args(applied));
           auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
@@ -121,6 +124,7 @@ TEST(CheckpointedTraining, TwoForwardsOfNestedGroupsThenOneBackward) {
     run_ranks(n, [](int) {
       for (const auto applied : kApplied) {
         for (const bool reshard : {true, false}) {
+          SCOPED_TRACE_OF(applied, reshard);
           const FullyShardOptions options{.reshard_after_forward = reshard};
           auto net = seeded<Transformer>(small_args(applied));
           auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
@@ -204,6 +208,7 @@ TEST(CheckpointedTraining, ModulesThatAreCalledMoreThanOnce) {
       for (const int regions : {1, 2, 3}) {
         for (const bool for_good : {false, true}) {
           for (const auto& reshard : reshards(n)) {
+            SCOPED_TRACE_OF(regions, for_good, reshard);
             auto net = seeded<Twice>();
             auto reference = seeded<Twice>();
             net->regions = reference->regions = regions;
@@ -231,6 +236,7 @@ TEST(CheckpointedTraining, OfTheRootItself) {
   for (const int n : {1, 2, 4}) {
     run_ranks(n, [n](int) {
       for (const auto& reshard : reshards(n)) {
+        SCOPED_TRACE_OF(reshard);
         auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0});
         auto reference = seeded<Transformer>(ModelArgs{.dropout_p = 0});
         shard_transformer(net, {.reshard_after_forward = reshard});
@@ -296,6 +302,7 @@ TEST(CheckpointedTraining, MixedPrecisionAndOffloadToTheBit) {
   run_ranks(2, [](int) {
     for (const auto applied : kApplied) {
       for (const bool offload : {true, false}) {
+        SCOPED_TRACE_OF(applied, offload);
         FullyShardOptions options{
             .mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat}};
         if (offload) {

@@ -139,6 +139,7 @@ TEST(Checkpoint, RunsOnceMoreForEachBackward) {
 TEST(Checkpoint, StopsEarlyUnlessTold) {
   const auto x = leaf({4});
   for (const bool early : {true, false}) {
+    SCOPED_TRACE_OF(early);
     int ends = 0;
     const auto y = checkpoint(
         {.early_stop = early},
@@ -213,10 +214,12 @@ TEST(Checkpoint, NestedOnesRunAsOftenAsInPython) {
            {true, true, {"outer", "middle", "inner", "inner"}},
            {false, false, {"outer", "middle", "inner", "middle", "inner", "inner"}},
            {false, true, {"outer", "middle", "inner", "middle", "inner", "inner"}}}) {
+    SCOPED_TRACE_OF(early, save_more);
     calls.clear();
     const auto y = run(early, save_more, x);
     EXPECT_EQ(calls, (Names{"outer", "middle", "inner"}));
     for (const bool retain : {true, false}) {
+      SCOPED_TRACE_OF(retain);
       calls.clear();
       const auto grads = torch::autograd::grad({y.sum()}, {x}, {}, retain);
       EXPECT_EQ(calls, backward);
@@ -229,6 +232,7 @@ TEST(Checkpoint, NestedOnesRunAsOftenAsInPython) {
 TEST(Checkpoint, BackwardsInsideAndOfBackward) {
   const auto x = leaf({3});
   for (const bool early : {true, false}) {
+    SCOPED_TRACE_OF(early);
     int calls = 0;
     const auto with_grad = [&calls](const Tensor& t) {
       ++calls;

@@ -172,8 +172,7 @@ TEST(Counts, OneForwardOneBackwardMicrobatching) {
   run_ranks(2, [](int) {
     for (const bool unshard_first : {false, true}) {
       for (const bool reshard_after_backward : {false, true}) {
-        SCOPED_TRACE(unshard_first);
-        SCOPED_TRACE(reshard_after_backward);
+        SCOPED_TRACE_OF(unshard_first, reshard_after_backward);
         auto net = make_transformer(2, false);
         auto reference = seeded<Transformer>(ModelArgs{.dropout_p = 0});
         torch::optim::AdamW sharded_optimizer(unique_parameters(*net), 1e-2);

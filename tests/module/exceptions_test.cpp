@@ -73,6 +73,7 @@ struct Passes : AllGather {
 TEST(Exceptions, InForward) {
   run_ranks(2, [](int) {
     for (const bool reshard : {true, false}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = sharded_net(reshard);
       auto reference = seeded<Net>();
       net->fail = true;
@@ -124,6 +125,7 @@ TEST(Exceptions, InForwardCaughtInside) {
 TEST(Exceptions, InBackwardAndInHooks) {
   run_ranks(2, [](int) {
     for (const bool reshard : {true, false}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = sharded_net(reshard);
       auto reference = seeded<Net>();
       const auto fail = [](const torch::Tensor&) -> torch::Tensor {

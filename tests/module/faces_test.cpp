@@ -23,6 +23,7 @@ struct Warnings : c10::WarningHandler {
 TEST(Faces, ZeroGradBetweenForwardAndBackward) {
   run_ranks(2, [](int) {
     for (const bool reshard : {true, false}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = sharded_net(reshard);
       auto reference = seeded<Net>();
       train_and_compare(net, reference, [&](Net& each, int step) {
@@ -37,6 +38,7 @@ TEST(Faces, ZeroGradBetweenForwardAndBackward) {
 TEST(Faces, AStepBetweenForwardAndBackwardThrows) {
   run_ranks(2, [](int) {
     for (const bool reshard : {true, false}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = sharded_net(reshard);
       torch::optim::AdamW optimizer(net->parameters(), 1e-2);
       loss_of(net, 0).backward();
@@ -66,6 +68,7 @@ TEST(Faces, AStepBetweenForwardAndBackwardThrows) {
 TEST(Faces, EvaluationAnywhereSeesTheNewestWeights) {
   run_ranks(2, [](int) {
     for (const bool reshard : {true, false}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = sharded_net(reshard);
       auto reference = seeded<Net>();
       torch::optim::SGD sharded_optimizer(net->parameters(), 1e-2); // moves no version counter
@@ -197,6 +200,7 @@ TEST(Faces, ModuleToAfterSharding) {
   for (const int n : {1, 2, 3}) {
     run_ranks(n, [](int) {
       for (const bool after_a_step : {false, true}) {
+        SCOPED_TRACE_OF(after_a_step);
         auto net = sharded_net();
         auto reference = seeded<Net>();
         if (after_a_step) {
@@ -228,6 +232,7 @@ TEST(Faces, ModuleToAfterSharding) {
 TEST(Faces, AssignedDataIsAdopted) {
   run_ranks(3, [](int) {
     for (const bool whole : {false, true}) {
+      SCOPED_TRACE_OF(whole);
       auto net = sharded_net();
       auto reference = seeded<Net>();
       const auto fresh = torch::randn({24, 6}, generator(5)).to(test_device());

@@ -45,6 +45,7 @@ TEST(Training, FrozenGroupsAndUnfreezingLater) {
   run_ranks(2, [](int) {
     for (const auto& [unfreeze, reshard] : std::vector<std::pair<bool, ReshardAfterForward>>{
              {false, true}, {true, true}, {false, false}, {true, false}, {true, 2}}) {
+      SCOPED_TRACE_OF(unfreeze, reshard);
       auto net = seeded<Chain>();
       auto reference = seeded<Chain>();
       for (auto& each : net->linears) {
@@ -106,6 +107,7 @@ TEST(Training, TheSameLayerWithAndWithoutGradientsInOneForward) {
   run_ranks(4, [](int) {
     for (const ReshardAfterForward& reshard :
          {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = seeded<MixedGrad>();
       auto reference = seeded<MixedGrad>();
       for (auto* each : {&net->layer_0, &net->layer_no_grad, &net->layer_with_grad}) {

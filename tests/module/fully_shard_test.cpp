@@ -178,6 +178,7 @@ TEST(FullyShard, AccumulatesGradientsWithoutCommunication) {
 TEST(FullyShard, SeveralForwardsBeforeOneBackward) {
   run_ranks(2, [](int) {
     for (const bool reshard : {true, false}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = make_net();
       auto reference = make_net();
       shard_net(net, reshard);

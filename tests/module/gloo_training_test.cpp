@@ -13,6 +13,7 @@ TEST(GlooTraining, EqualsTheUnshardedModel) {
   expect_ranks_pass(3, [] {
     init_process_group({.backend = "gloo"});
     for (const bool reshard : {true, false}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0});
       auto reference = seeded<Transformer>(ModelArgs{.dropout_p = 0});
       for (auto& block : net->blocks) {

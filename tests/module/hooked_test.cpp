@@ -93,6 +93,7 @@ template <class Holder, class Check>
 void on_two_ranks(Check check) {
   run_ranks(2, [&](int) {
     for (const bool sharded : {false, true}) {
+      SCOPED_TRACE_OF(sharded);
       Holder module;
       if (sharded) {
         fully_shard(module, {.reshard_after_forward = true});
@@ -191,6 +192,7 @@ TEST(Hooked, WorksInSequentialAndAnyModule) {
 TEST(Hooked, GradientsOfEveryOutputArriveWhateverIsUsed) {
   run_ranks(2, [](int) {
     for (const bool both : {true, false}) {
+      SCOPED_TRACE_OF(both);
       Struct m;
       fully_shard(m, {.reshard_after_forward = true});
       const auto x = torch::ones({1}, torch::requires_grad());

@@ -43,6 +43,7 @@ TEST(Hsdp, TrainsLikeTheUnshardedModel) {
       for (const ReshardAfterForward& reshard :
            std::vector<ReshardAfterForward>{std::nullopt, true, false}) {
         for (const int64_t dim : {3, 16, 17}) {
+          SCOPED_TRACE_OF(replicas, shards, reshard, dim);
           auto net = seeded<Stack>(dim);
           auto reference = seeded<Stack>(dim);
           shard_stack(net, {.mesh = hsdp_mesh(replicas, shards), .reshard_after_forward = reshard});
@@ -65,6 +66,7 @@ TEST(Hsdp, ReshardsOverSomeOfTheShards) {
 TEST(Hsdp, Checkpointed) {
   run_ranks(4, [](int) {
     for (const bool offload : {false, true}) {
+      SCOPED_TRACE_OF(offload);
       auto net = seeded<Stack>(17);
       auto reference = seeded<Stack>(17);
       for (auto& mlp : net->mlps) {
@@ -84,6 +86,7 @@ TEST(Hsdp, MoreInputBuffersChangeNoNumber) {
   run_ranks(4, [](int) {
     std::vector<std::vector<torch::Tensor>> grads;
     for (const int buffers : {1, 2, 4}) {
+      SCOPED_TRACE_OF(buffers);
       auto net = seeded<Stack>(17);
       shard_stack(net, {.mesh = hsdp_mesh(2, 2)});
       FSDPModule::of(net).set_reduce_scatter_max_input_buffers(buffers);
@@ -127,6 +130,7 @@ TEST(Hsdp, ParametersSayHowTheyAreSpread) {
 TEST(Hsdp, ReplicasAgreeBitForBitAfterTwentySteps) {
   run_ranks(4, [](int) {
     for (const auto reduce_dtype : {torch::kFloat, torch::kBFloat16}) {
+      SCOPED_TRACE_OF(reduce_dtype);
       auto net = seeded<Stack>(17);
       const auto mesh = hsdp_mesh(2, 2);
       shard_stack(
@@ -162,7 +166,7 @@ TEST(Hsdp, GradientAccumulation) {
   run_ranks(4, [&](int) {
     for (const auto& each : cases) {
       for (const bool reshard : {true, false}) {
-        SCOPED_TRACE(each.mode + (each.scatter_only ? " reduce-scatter only" : ""));
+        SCOPED_TRACE_OF(each.mode, each.scatter_only, reshard);
         // Three of its own in a root that has one more.
         auto net = seeded<Stack>(8, 4);
         auto reference = seeded<Stack>(8, 4);
@@ -241,6 +245,7 @@ TEST(Hsdp, DividesAsAsked) {
     for (const bool force_sum : {false, true}) {
       for (const auto dtype : {torch::kFloat, torch::kHalf}) {
         for (const std::optional<double> factor : {std::optional<double>(), std::optional(2.0)}) {
+          SCOPED_TRACE_OF(force_sum, dtype, factor);
           auto net = seeded<Stack>(8);
           auto reference = seeded<Stack>(8);
           auto root =
@@ -447,6 +452,7 @@ TEST(ReplicateModules, TrainLikeTheUnshardedModel) {
 TEST(ReplicateModules, BesideShardedOnes) {
   run_ranks(4, [](int) {
     for (const bool root_is_replicated : {false, true}) {
+      SCOPED_TRACE_OF(root_is_replicated);
       const ModelArgs args{.n_layers = 4, .dropout_p = 0};
       auto net = seeded<Transformer>(args);
       auto reference = seeded<Transformer>(args);

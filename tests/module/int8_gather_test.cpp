@@ -122,6 +122,7 @@ TEST(Int8Gather, ValuesAreWithinHalfAScale) {
   for (const int n : {1, 2, 4}) {
     run_ranks(n, [](int) {
       for (const auto& policy : kPolicies) {
+        SCOPED_TRACE_OF(policy);
         auto net = sharded_transformer(policy);
         send_as_int8(*net);
         {
@@ -138,6 +139,7 @@ TEST(Int8Gather, ValuesAreWithinHalfAScale) {
 TEST(Int8Gather, ShardsOfAnotherDimOrInBf16) {
   run_ranks(2, [](int) {
     for (const auto dtype : {torch::kFloat, torch::kBFloat16}) {
+      SCOPED_TRACE_OF(dtype);
       auto net = seeded<MLP>(6);
       net->to(dtype);
       fully_shard(net, {.shard_placement_fn = [](const auto&, const auto& param) {
@@ -155,6 +157,7 @@ TEST(Int8Gather, SendsAQuarterOfTheBytes) {
   for (const int n : {2, 4}) {
     run_ranks(n, [n](int) {
       for (const auto& policy : kPolicies) {
+        SCOPED_TRACE_OF(policy);
         auto net = sharded_transformer(policy);
         const auto width = static_cast<int64_t>(c10::elementSize(dtype_of(policy)));
         int64_t exact_bytes = 0, int8_bytes = 0;
@@ -192,6 +195,7 @@ TEST(Int8Gather, TrainsCloseToExactWeights) {
   for (const int n : {2, 4}) {
     run_ranks(n, [](int) {
       for (const auto& policy : kPolicies) {
+        SCOPED_TRACE_OF(policy);
         auto net = sharded_transformer(policy);
         auto reference = sharded_transformer(policy);
         send_as_int8(*net);
@@ -234,6 +238,7 @@ TEST(Int8Gather, GradientsAreThoseOfTheGatheredValues) {
   for (const int n : {2, 4}) {
     run_ranks(n, [](int) {
       for (const auto& policy : kPolicies) {
+        SCOPED_TRACE_OF(policy);
         auto net = sharded_transformer(policy);
         send_as_int8(*net);
         auto reference = seeded<Transformer>(kArgs);
@@ -261,6 +266,7 @@ TEST(Int8Gather, GradientsAreThoseOfTheGatheredValues) {
 TEST(Int8Gather, FromTheMetaDevice) {
   run_ranks(8, [](int) {
     for (const bool reshard : {true, false}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = [] {
         const MetaInit on_meta;
         return Stack(3); // (12, 3) and (3, 12): several ranks have no row
@@ -355,6 +361,7 @@ TEST(FaultyExtensions, AreNamedAndLeaveTheModelUsable) {
       faulty->spoil = fault.spoil;
       faulty->fill = fault.fill;
       for (const bool in_forward : {false, true}) {
+        SCOPED_TRACE_OF(in_forward);
         set_all_gather_extension(net->in_proj->weight, faulty);
         const auto message = message_of<c10::Error>([&] {
           if (in_forward) {

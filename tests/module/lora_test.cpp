@@ -76,6 +76,7 @@ TEST(Lora, OnlyAdaptersAreTrainedAndReduced) {
       for (const auto& policy : kPolicies) {
         for (const auto groups : {Groups::Root, Groups::Layers, Groups::BaseAndAdapters}) {
           for (const bool reshard : {true, false}) {
+            SCOPED_TRACE_OF(policy, groups, reshard);
             auto net = seeded<LoraNet>();
             auto reference = by_hand<LoraNet>(policy);
             const int trained =
@@ -101,6 +102,7 @@ TEST(Lora, OnlyAdaptersAreTrainedAndReduced) {
 TEST(Lora, FrozenBasesBelowInputsThatNeedGradients) {
   run_ranks(2, [](int) {
     for (const auto& policy : kPolicies) {
+      SCOPED_TRACE_OF(policy);
       auto net = seeded<LoraNet>();
       auto reference = by_hand<LoraNet>(policy);
       for (auto* each : {&net, &reference.master}) {
@@ -125,6 +127,7 @@ TEST(Lora, AllFrozenAtFirstUnfrozenLaterAndFrozenAgain) {
     run_ranks(n, [](int) {
       for (const auto& policy : kPolicies) {
         for (const auto groups : {Groups::Root, Groups::Layers, Groups::BaseAndAdapters}) {
+          SCOPED_TRACE_OF(policy, groups);
           auto net = seeded<LoraNet>();
           auto reference = by_hand<LoraNet>(policy);
           const auto set = [&](auto which, bool requires_grad) {
@@ -186,6 +189,7 @@ TEST(Lora, AnOutputEditedInPlaceWithoutGradients) {
     for (const auto& policy : kPolicies) {
       for (const ReshardAfterForward& reshard :
            {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
+        SCOPED_TRACE_OF(policy, reshard);
         auto net = seeded<InPlace>();
         auto reference = by_hand<InPlace>(policy);
         const FullyShardOptions options{.reshard_after_forward = reshard, .mp_policy = policy};
@@ -225,6 +229,7 @@ TEST(Ignored, ParametersArePlainOnes) {
   for (const int n : {1, 2}) {
     run_ranks(n, [n](int) {
       for (const auto& policy : kPolicies) {
+        SCOPED_TRACE_OF(policy);
         auto net = seeded<Scaled>();
         auto reference = by_hand<Scaled>(policy);
         reference.policy_of = [&](const std::string& param) {

@@ -84,6 +84,7 @@ TEST(MetaInit, BuildsTorchsModules) {
         Transformer().ptr()};
   }
   for (const auto& module : modules) {
+    SCOPED_TRACE(module->name());
     EXPECT_FALSE(module->parameters().empty());
     expect_device(*module, torch::kMeta);
   }
@@ -304,6 +305,7 @@ TEST(MetaDevice, ShardsOneDimension) {
     const auto mesh = init_device_mesh(torch::kCPU, {4});
     for (const int64_t dim : {8, 3, 1}) { // even, uneven, and empty on some ranks
       for (const auto& policy : {MixedPrecisionPolicy{}, low}) {
+        SCOPED_TRACE_OF(dim, policy);
         auto net = [&] {
           const MetaInit meta;
           TwoMLPs made(dim, /*bias=*/false, /*dim_multiplier=*/1);
@@ -431,6 +433,7 @@ TEST(Unfilled, AlsoIfItWasShardedAfterwards) {
 TEST(Unfilled, AlsoIfItWasCastSince) {
   run_ranks(2, [](int) {
     for (const auto dtype : {torch::kDouble, torch::kBFloat16}) {
+      SCOPED_TRACE_OF(dtype);
       auto net = on_meta<TwoMLPs>(4);
       shard(net, {.mesh = init_device_mesh(torch::kCPU, {2})});
       to_empty(net, torch::kCPU);

@@ -31,6 +31,7 @@ TEST(MinShardNumel, TrainsLikeTheUnshardedModel) {
   for (const int n : {1, 2, 3}) {
     run_ranks(n, [](int) {
       for (const ReshardAfterForward& reshard : {ReshardAfterForward(true), {false}, {}}) {
+        SCOPED_TRACE_OF(reshard);
         auto net = sharded_stack(64, reshard);
         auto reference = seeded<Stack>(8, 3);
         train_and_compare(net, reference, stack_loss);
@@ -107,6 +108,7 @@ TEST(MinShardNumel, ReducesBf16InFp32) {
     run_ranks(n, [](int) {
       const MixedPrecisionPolicy policy{.param_dtype = kBf16, .reduce_dtype = kFp32};
       for (const bool reshard : {true, false}) {
+        SCOPED_TRACE_OF(reshard);
         auto net = seeded<Stack>(16);
         auto reference = by_hand<Stack>(policy, 16);
         const FullyShardOptions options{

@@ -56,6 +56,7 @@ TEST(Misuse, OutputsMayBeEditedInPlace) {
     };
     for (const LambdaImpl::Body& body : {LambdaImpl::Body(views), LambdaImpl::Body(one_view)}) {
       for (const size_t edited : {0, 1}) {
+        SCOPED_TRACE_OF(edited);
         auto net = seeded<Lambda>(body);
         auto reference = seeded<Lambda>(body);
         fully_shard(net);
@@ -143,6 +144,7 @@ TEST(Misuse, ModuleToWhileParametersAreWhole) {
 TEST(Misuse, ConversionBetweenForwardAndBackwardThrows) {
   run_ranks(4, [](int) {
     for (const ReshardAfterForward& reshard : {ReshardAfterForward(true), ReshardAfterForward(2)}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = seeded<Stack>(6);
       fully_shard(net, {.reshard_after_forward = reshard});
       auto loss = net(random_batch(0, {2, 6})).sum();
@@ -281,6 +283,7 @@ TEST(Misuse, ABackwardInsideForward) {
   };
   run_ranks(2, [](int) {
     for (const bool inner : {false, true}) {
+      SCOPED_TRACE_OF(inner);
       auto net = seeded<Forces>();
       auto reference = seeded<Forces>();
       if (inner) {
@@ -355,6 +358,7 @@ TEST(Misuse, AFailedCallChangesNothing) {
 TEST(Misuse, ATiedWeightOutsideOfItsGroup) {
   run_ranks(2, [](int) {
     for (const bool reshard : {true, false}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0});
       fully_shard(net->tok_embeddings, {.reshard_after_forward = reshard});
       fully_shard(net, {.reshard_after_forward = reshard});

@@ -34,6 +34,7 @@ std::vector<FullyShardOptions> layouts(const MixedPrecisionPolicy& policy) {
 /// Three MLPs for ten steps, reduced in the dtype `wire`.
 void train_stack(const MixedPrecisionPolicy& policy, at::ScalarType wire) {
   for (const auto& options : layouts(policy)) {
+    SCOPED_TRACE_OF(policy, options.reshard_after_forward, bool(options.shard_placement_fn));
     auto net = seeded<Stack>(16);
     auto reference = by_hand<Stack>(policy, 16);
     const auto recorder = shard_stack(net, options);
@@ -49,7 +50,6 @@ TEST(MixedPrecision, ComputesAndReducesInTheParamDtype) {
   for (const int n : {1, 2, 4}) {
     run_ranks(n, [](int) {
       for (const auto dtype : {kBf16, kFp16}) {
-        SCOPED_TRACE(dtype);
         train_stack({.param_dtype = dtype}, dtype);
       }
     });
@@ -72,6 +72,7 @@ TEST(MixedPrecision, DividesAsAskedInEveryReduceDtype) {
          {MixedPrecisionPolicy{.param_dtype = kBf16}, MixedPrecisionPolicy{.param_dtype = kFp16},
           MixedPrecisionPolicy{.param_dtype = kBf16, .reduce_dtype = kFp32}}) {
       for (const double factor : {8.0, 4.0, 2.0}) {
+        SCOPED_TRACE_OF(policy, factor);
         auto net = seeded<Stack>(16);
         auto reference = by_hand<Stack>(policy, 16);
         shard_stack(net, {.mp_policy = policy});
@@ -93,6 +94,7 @@ TEST(MixedPrecision, AccumulatesInTheReduceDtype) {
            std::vector<std::pair<std::optional<at::ScalarType>, at::ScalarType>>{
                {kFp32, kFp32}, {std::nullopt, kBf16}}) {
         for (const bool reshard : {true, false}) {
+          SCOPED_TRACE_OF(reduce_dtype, reshard);
           const MixedPrecisionPolicy policy{.param_dtype = kBf16, .reduce_dtype = reduce_dtype};
           auto net = seeded<Stack>(16);
           auto reference = by_hand<Stack>(policy, 16);
@@ -302,6 +304,7 @@ TEST(MixedPrecision, SeveralOwnDtypesInOneGroup) {
     run_ranks(n, [&](int) {
       for (const auto& [policy, compute, wire] : cases) {
         for (const auto& options : layouts(policy)) {
+          SCOPED_TRACE_OF(policy, options.reshard_after_forward, bool(options.shard_placement_fn));
           auto net = seeded<ManyDtypes>();
           auto reference = by_hand<ManyDtypes>(policy);
           const auto recorder = std::make_shared<DtypeRecorder>();
@@ -413,6 +416,7 @@ TEST(MixedPrecision, FrozenFloat8AndIntegersBesideTrainableOnes) {
            std::vector<std::tuple<MixedPrecisionPolicy, at::ScalarType, at::ScalarType>>{
                {{}, torch::kFloat8_e4m3fn, kFp32},
                {{.param_dtype = kBf16, .reduce_dtype = kFp32}, kBf16, kBf16}}) {
+        SCOPED_TRACE_OF(policy);
         auto net = seeded<Quantized>();
         auto reference = by_hand<Quantized>(policy);
         fully_shard(net, {.reshard_after_forward = true, .mp_policy = policy});
@@ -434,6 +438,7 @@ TEST(MixedPrecision, DtypesThatAreNotFloatingPointAreRefused) {
                {{.param_dtype = dtype}, "param_dtype"},
                {{.param_dtype = kBf16, .reduce_dtype = dtype}, "reduce_dtype"},
                {{.output_dtype = dtype}, "output_dtype"}}) {
+        SCOPED_TRACE_OF(dtype, field);
         const FullyShardOptions options{.mp_policy = policy};
         const auto refused = [&, field = field](const std::string& type, auto call) {
           const auto message = message_of<c10::ValueError>(call);
@@ -464,6 +469,7 @@ TEST(MixedPrecision, ModuleToWhileParametersAreWholeKeepsTheShards) {
         const auto whole = seeded<MLP>(4);
         auto root = fully_shard(net, {.mp_policy = {.param_dtype = torch::kBFloat16}});
         for (const bool by_forward : {true, false}) {
+          SCOPED_TRACE_OF(dtype, by_forward);
           by_forward ? (void)net(torch::ones({2, 4})) : (void)root.unshard();
           net->to(dtype);
           root.reshard();

@@ -181,7 +181,7 @@ inline Tensor shard(const Tensor& whole) {
 /// Two steps and an evaluation on each of `n` ranks, each with inputs of its own.
 inline void expect_like_torch_sharded(const Case& c, int n) {
   run_ranks(n, [&](int rank) {
-    SCOPED_TRACE(std::string(c.name) + " on " + std::to_string(n) + " ranks");
+    SCOPED_TRACE(c.name);
     const auto ours = seeded(c.ours);
     fully_shard(ours.module, {.reshard_after_forward = n == 2});
     std::vector<Subject> theirs;

@@ -67,7 +67,7 @@ TEST(Norms, InLowPrecision) {
           {linear_norm_linear, {4, 16}, false, MixedPrecisionPolicy{.output_dtype = dtype}},
       };
       for (size_t i = 0; i < cases.size(); ++i) {
-        SCOPED_TRACE("case " + std::to_string(i));
+        SCOPED_TRACE_OF(dtype, i);
         const auto& each = cases[i];
         const MixedPrecisionPolicy policy{.param_dtype = dtype};
         auto net = seeded_by(each.make);
@@ -103,6 +103,7 @@ TEST(Norms, InLowPrecision) {
 TEST(Norms, BuffersAreNotCastForThem) {
   run_ranks(2, [](int) {
     for (const auto& make : {conv_norm_conv, linear_norm_linear}) {
+      SCOPED_TRACE(make == conv_norm_conv ? "convolutions" : "linear layers");
       auto net = seeded_by(make);
       const MixedPrecisionPolicy policy{.param_dtype = kBf16};
       shard_children(net, policy, policy);
@@ -158,6 +159,7 @@ TEST(Norms, KeptInFp32) {
            {MixedPrecisionPolicy{},
             MixedPrecisionPolicy{.param_dtype = kFp32, .output_dtype = kBf16}}) {
         for (const bool reshard : {true, false}) {
+          SCOPED_TRACE_OF(norm, reshard);
           struct Normed : Holder<NormedImpl> {
             Normed() : Holder<NormedImpl>(std::make_shared<Hooked<NormedImpl>>()) {}
           };

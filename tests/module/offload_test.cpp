@@ -26,6 +26,7 @@ TEST(Offload, TrainsLikeTheUnshardedModel) {
     run_ranks(n, [](int) {
       for (const bool pin_memory : {true, false}) {
         for (const auto& reshard : kReshards) {
+          SCOPED_TRACE_OF(pin_memory, reshard);
           auto net = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
           auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
           shard_transformer(
@@ -48,6 +49,7 @@ TEST(Offload, WithAndWithoutAPolicyToTheBit) {
             MixedPrecisionPolicy{.param_dtype = kBf16, .reduce_dtype = kFp32},
             MixedPrecisionPolicy{.param_dtype = kFp16, .output_dtype = kFp32}}) {
         for (const auto& reshard : kReshards) {
+          SCOPED_TRACE_OF(policy, reshard);
           if (n == 1 && &reshard == &kReshards.back()) {
             continue; // does not divide
           }
@@ -80,6 +82,7 @@ TEST(Offload, AccumulatesWithAndWithoutCommunication) {
           for (const MixedPrecisionPolicy& policy :
                {MixedPrecisionPolicy{},
                 MixedPrecisionPolicy{.param_dtype = kBf16, .reduce_dtype = kFp32}}) {
+            SCOPED_TRACE_OF(sync_each, reshard, policy);
             auto net = seeded<Stack>(16);
             auto reference = by_hand<Stack>(policy, 16);
             shard_stack(
@@ -119,6 +122,7 @@ TEST(Offload, AccumulatesWithAndWithoutCommunication) {
 TEST(Offload, GradientsAreFinalWhenBackwardReturns) {
   run_ranks(2, [](int) {
     for (const bool pin_memory : {true, false}) {
+      SCOPED_TRACE_OF(pin_memory);
       auto net = seeded<Stack>(16);
       auto reference = by_hand<Stack>({}, 16);
       shard_stack(net, {.offload_policy = CPUOffloadPolicy{.pin_memory = pin_memory}});

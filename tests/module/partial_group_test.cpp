@@ -84,6 +84,7 @@ TEST(PartialGroup, AHeadInChunksEqualsTheUnshardedModel) {
     for (const ReshardAfterForward& reshard :
          {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(1)}) {
       for (const bool tie : {false, true}) {
+        SCOPED_TRACE_OF(reshard, tie);
         auto net = make(tie, true, reshard);
         auto other = make(tie, false, reshard);
         auto reference = seeded<ChunkedHead>(tie);
@@ -119,6 +120,7 @@ TEST(PartialGroup, AHeadInChunksEqualsTheUnshardedModel) {
 TEST(PartialGroup, WithACheckpointedBodyAndHead) {
   run_ranks(2, [](int) {
     for (const bool reshard : {true, false}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = make(/*tie=*/false, /*grouped=*/true, reshard);
       auto reference = seeded<ChunkedHead>(false);
       for (auto* part : {&net->body, &net->head}) {
@@ -142,6 +144,7 @@ TEST(PartialGroup, WithACheckpointedBodyAndHead) {
 TEST(PartialGroup, EachChunkCostsOneReductionAndAtMostOneGather) {
   run_ranks(2, [](int) {
     for (const bool reshard : {true, false}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = make(false, true, reshard);
       CommDebugMode comm;
       std::vector<int> gathers, reductions;
@@ -161,6 +164,7 @@ TEST(PartialGroup, EachChunkCostsOneReductionAndAtMostOneGather) {
 TEST(PartialGroup, ChunksForwardAllAndThenBackwardAll) {
   run_ranks(2, [](int) {
     for (const bool reshard : {true, false}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = make(false, true, reshard);
       auto reference = seeded<ChunkedHead>(false);
       const auto run = [](ChunkedHead& each) {
@@ -188,6 +192,7 @@ TEST(PartialGroup, ChunksForwardAllAndThenBackwardAll) {
 TEST(PartialGroup, AccumulatesOverMicrobatchesAndChunks) {
   run_ranks(2, [](int) {
     for (const bool reshard : {true, false}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = make(false, true, reshard);
       auto reference = seeded<ChunkedHead>(false);
       auto root = FSDPModule::of(net);
@@ -207,6 +212,7 @@ TEST(PartialGroup, ParametersCanBeKeptBetweenChunks) {
   run_ranks(2, [](int) {
     for (const bool tie : {false, true}) {
       for (const bool reshard : {false, true}) {
+        SCOPED_TRACE_OF(tie, reshard);
         auto net = make(tie, true, reshard);
         auto reference = seeded<ChunkedHead>(tie);
         torch::optim::Adam a(unique_parameters(*net), 1e-2), b(unique_parameters(*reference), 1e-2);
@@ -253,6 +259,7 @@ TEST(PartialGroup, TwoForwardsThatSkipTheHead) {
 TEST(PartialGroup, AnExceptionBetween) {
   run_ranks(2, [](int) {
     for (const bool reset : {false, true}) {
+      SCOPED_TRACE_OF(reset);
       auto net = make(false, true, true);
       auto reference = seeded<ChunkedHead>(false);
       net->fail = true;

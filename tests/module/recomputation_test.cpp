@@ -28,6 +28,7 @@ TEST(Recomputation, AStopInsideAModuleThatIsNotInBackward) {
   for (const int n : {1, 2, 4}) {
     run_ranks(n, [n](int) {
       for (const auto& reshard : reshards(n)) {
+        SCOPED_TRACE_OF(reshard);
         auto net = seeded<Fork>();
         auto reference = seeded<Fork>();
         auto left = fully_shard(net->left, {.reshard_after_forward = reshard});
@@ -109,6 +110,7 @@ TEST(Recomputation, AnExceptionInRecomputationLeavesAllUsable) {
                        : each(x).sum();
           };
           for (const size_t which : {0, 1, 2}) {
+            SCOPED_TRACE_OF(flavour, late, which);
             auto& part = net->parts[which];
             auto loss = loss_of(net, 0);
             (late ? part->fail_late : part->fail) = true;

@@ -112,6 +112,7 @@ TEST(Casts, InsideOfStructsAndContainers) {
           MixedPrecisionPolicy{.param_dtype = kBf16, .reduce_dtype = kFp32},
           MixedPrecisionPolicy{kBf16, kBf16, kBf16, true}}) {
       run_ranks(2, [&](int) {
+        SCOPED_TRACE_OF(policy);
         auto net = seeded<Holder<StructuredImpl<C>>>(like);
         auto reference = by_hand<Holder<StructuredImpl<C>>>(policy, like);
         const FullyShardOptions options{.mp_policy = policy};

@@ -37,6 +37,7 @@ TEST(Training, OneGroupOfUnevenShapes) {
     run_ranks(n, [](int) {
       for (const auto& [in, hidden, out] :
            std::vector<std::tuple<int, int, int>>{{16, 15, 8}, {7, 15, 3}, {16, 17, 8}}) {
+        SCOPED_TRACE_OF(in, hidden, out);
         auto net = seeded<TwoLinears>(in, hidden, out);
         auto reference = seeded<TwoLinears>(in, hidden, out);
         fully_shard(net);
@@ -94,6 +95,7 @@ TEST(Training, EveryReshardOfATransformer) {
       for (const ReshardAfterForward& reshard :
            {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(),
             ReshardAfterForward(n % 2 == 0 ? 2 : n)}) {
+        SCOPED_TRACE_OF(reshard);
         auto net = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
         auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
         shard_transformer(net, {.reshard_after_forward = reshard});
@@ -130,6 +132,7 @@ TEST(Training, SharedParametersAreOneAtAllTheirSites) {
   for (const int n : {2, 3, 4}) {
     run_ranks(n, [](int) {
       for (const bool reshard : {true, false}) {
+        SCOPED_TRACE_OF(reshard);
         auto net = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
         auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
         shard_transformer(net, {.reshard_after_forward = reshard});
@@ -158,6 +161,7 @@ TEST(Training, TiedModulesInOneUnevenGroup) {
   for (const int n : {2, 4}) {
     run_ranks(n, [n](int) {
       for (const bool reshard : {true, false}) {
+        SCOPED_TRACE_OF(reshard);
         const int64_t vocab = 4 * n + 1;
         auto net = seeded<Tied>(vocab);
         auto reference = seeded<Tied>(vocab);
@@ -317,6 +321,7 @@ TEST(Training, WhatParametersShowAfterForwardAndBackward) {
     };
     for (const auto& [reshard, kept] : std::vector<std::pair<ReshardAfterForward, bool>>{
              {true, false}, {false, true}, {2, false}, {std::nullopt, true}}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = seeded<MLP>(3);
       auto reference = seeded<MLP>(3);
       auto root = fully_shard(net, {.reshard_after_forward = reshard});
@@ -350,6 +355,7 @@ TEST(Training, ReshardIsOfOneModuleAlone) {
              {false, true, true},
              {2, false, false},
              {std::nullopt, false, true}}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = seeded<Stack>(3, 2);
       auto in_proj = fully_shard(net->mlps[0]->in_proj, {.reshard_after_forward = reshard});
       auto out_proj = fully_shard(net->mlps[0]->out_proj, {.reshard_after_forward = reshard});
@@ -421,6 +427,7 @@ FSDP_MODULE(SameModuleTwice);
 TEST(Training, OneModuleAtTwoPlaces) {
   for (const bool alone : {false, true}) {
     run_ranks(3, [alone](int) {
+      SCOPED_TRACE_OF(alone);
       auto net = seeded<SameModuleTwice>();
       auto reference = seeded<SameModuleTwice>();
       if (alone) {

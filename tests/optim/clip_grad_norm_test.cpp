@@ -71,7 +71,7 @@ TEST(ClipGradNorm, ATransformersEqualsTorchs) {
   for (const int n : {1, 2, 3, 4}) {
     run_ranks(n, [n](int) {
       for (const double order : {2.0, 1.0, kInfinity}) {
-        SCOPED_TRACE(c10::str(n, " ranks, order ", order));
+        SCOPED_TRACE_OF(order);
         auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0});
         auto reference = seeded<Transformer>(ModelArgs{.dropout_p = 0});
         shard_transformer(net);
@@ -141,7 +141,7 @@ TEST(ClipGradNorm, EveryOrderOfUnevenEmptyFrozenAndIgnoredOnes) {
       EXPECT_EQ(net->wide->weight.sizes(), (std::vector<int64_t>{5, 12 / n}));
       EXPECT_EQ(net->narrow->weight.size(0), rank == 0 ? 1 : 0);
       for (const double order : {2.0, 1.0, 3.0, kInfinity, 0.5, 0.0, -kInfinity, -1.0}) {
-        SCOPED_TRACE(c10::str(n, " ranks, order ", order));
+        SCOPED_TRACE_OF(order);
         for (auto* each : {&net, &reference}) {
           (*each)->zero_grad();
           (*each)(same_batch(1, {4, 12})).sum().backward();
@@ -226,6 +226,7 @@ TEST(ClipGradNorm, SeveralDtypesAndDevices) {
     devices.emplace_back(torch::kCUDA, 0);
   }
   for (const bool with_double : {false, true}) {
+    SCOPED_TRACE_OF(with_double);
     Tensors params;
     for (const auto device : devices) {
       for (const auto dtype :
@@ -258,9 +259,10 @@ TEST(ClipGradNorm, OfNothingIsZero) {
       auto net = seeded<MLP>(6);
       fully_shard(net);
       for (const double order : {2.0, kInfinity, 0.0, -1.0, -kInfinity}) {
+        SCOPED_TRACE_OF(order);
         CommDebugMode comm;
         const auto total = clip_grad_norm_(net->parameters(), 1, order, true);
-        EXPECT_EQ(total.item<double>(), 0) << order;
+        EXPECT_EQ(total.item<double>(), 0);
         EXPECT_EQ(comm.total(), n == 1 ? 0 : 1); // another rank might have some
       }
     });
@@ -295,10 +297,10 @@ TEST(ClipGradNorm, AGradientThatOneRankLacksCountsAsZeroThere) {
 
 TEST(ClipGradNorm, OneRanksNonfiniteGradientIsEveryRanks) {
   for (const int n : {2, 3, 4}) {
-    run_ranks(n, [n](int rank) {
+    run_ranks(n, [](int rank) {
       for (const double value : {kInfinity, kNaN}) {
         for (const double order : {2.0, 1.0, 0.5, kInfinity}) {
-          SCOPED_TRACE(c10::str(n, " ranks, order ", order, ", ", value));
+          SCOPED_TRACE_OF(value, order);
           auto net = sharded_mlp();
           const auto params = net->parameters();
           if (rank == 1) {

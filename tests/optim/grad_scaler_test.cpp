@@ -57,7 +57,7 @@ TEST(GradScaler, OneRanksInfinityIsFoundByAll) {
   for (const int n : {1, 2, 3, 4}) {
     run_ranks(n, [n](int rank) {
       for (const double bad : {0.0, kInfinity, -kInfinity, kNaN}) {
-        SCOPED_TRACE(c10::str(n, " ranks, ", bad));
+        SCOPED_TRACE_OF(bad);
         const bool has_inf = bad != 0;
         auto net = sharded_pair();
         optim::AdamW optimizer(net->parameters(), 1e-2);
@@ -147,9 +147,9 @@ Stack sharded_half_stack() {
 // Gradients so small that fp16 has not one digit of them.
 TEST(GradScaler, HalfPrecisionTrainsLikeFullPrecision) {
   for (const int n : {1, 2, 4}) {
-    run_ranks(n, [n](int) {
+    run_ranks(n, [](int) {
       for (const bool enabled : {true, false}) {
-        SCOPED_TRACE(c10::str(n, " ranks, ", enabled));
+        SCOPED_TRACE_OF(enabled);
         auto net = sharded_half_stack();
         auto reference = seeded<Stack>(8, 2);
         const auto initial = seeded<Stack>(8, 2);
@@ -270,6 +270,7 @@ TEST(GradScaler, GrowsAfterAnIntervalAndBacksOffAtOnce) {
 
 TEST(GradScaler, ScalesTheLossAndWithItTheGradients) {
   for (const auto dtype : {torch::kFloat, torch::kHalf, torch::kBFloat16, torch::kDouble}) {
+    SCOPED_TRACE_OF(dtype);
     GradScaler scaler({.init_scale = 8});
     const auto x = torch::full({}, 3, dtype).set_requires_grad(true);
     const auto scaled = scaler.scale(x * 2);
@@ -305,6 +306,7 @@ TEST(GradScaler, StateIsTakenUpWhereItWas) {
   EXPECT_EQ(state.scale, 2);
   EXPECT_EQ(state.growth_tracker, 2);
   for (const bool used : {false, true}) {
+    SCOPED_TRACE_OF(used);
     GradScaler second(options);
     if (used) {
       iterate(second, 1);
@@ -397,6 +399,8 @@ TEST(GradScaler, RefusesOptionsThatMakeNoSense) {
            {.backoff_factor = 1},
            {.backoff_factor = 0},
            {.growth_interval = 0}}) {
+    SCOPED_TRACE_OF(
+        options.init_scale, options.growth_factor, options.backoff_factor, options.growth_interval);
     EXPECT_THROW(GradScaler{options}, c10::ValueError);
   }
 }

@@ -322,6 +322,7 @@ TYPED_TEST(Optim, AClosureRunsWithGradients) {
 
 TYPED_TEST(Optim, EveryVersionCounterMoves) {
   for (const auto device : devices()) {
+    SCOPED_TRACE_OF(device);
     const auto params = make_params(device);
     TypeParam optimizer(params, 0.1);
     for (int step = 0; step < 2; ++step) {

@@ -39,6 +39,7 @@ FSDP_MODULE(TwoTaps);
 TEST(ParallelCorners, WhoeverKeepsAnInputAliveMakesTheSameCollectives) {
   for (const bool checkpointed : {false, true}) {
     run_ranks(2, [&](int rank) {
+      SCOPED_TRACE_OF(checkpointed);
       const auto tp = init_device_mesh(test_device(), {2}, {"tp"});
       auto net = in_double<TwoTaps>();
       auto reference = in_double<TwoTaps>();

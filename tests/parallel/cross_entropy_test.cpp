@@ -109,6 +109,7 @@ TEST(ParallelCrossEntropy, ComputesInFloatForHalfTypes) {
     const auto mesh = init_device_mesh(torch::kCPU, {2}, {"tp"});
     const auto targets = torch::tensor({0, 5, 2, 6}, torch::kLong);
     for (const auto type : {torch::kBFloat16, torch::kHalf}) {
+      SCOPED_TRACE_OF(type);
       const auto logits = torch::randn({4, 7}, generator(1)).to(type);
       expect_equal(logits, targets, mesh, {}, 2e-2);
       const auto loss = parallel_cross_entropy(local_part(logits, mesh), targets, mesh);

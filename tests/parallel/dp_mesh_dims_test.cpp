@@ -69,6 +69,7 @@ TEST(DpMeshDims, TrainsLikeTheUnshardedModel) {
       const auto mesh = init_device_mesh(test_device(), each.shape, each.names);
       SCOPED_TRACE(mesh.str());
       for (const int64_t dim : {5, 16}) {
+        SCOPED_TRACE_OF(dim);
         auto net = in_double<MLPStack>(dim);
         auto reference = in_double<MLPStack>(dim);
         distribute(net, mesh);

@@ -14,6 +14,7 @@ TEST(GlooParallel, EqualsTheUnshardedModel) {
     init_process_group({.backend = "gloo"});
     const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"dp", "tp"});
     for (const bool sharded : {false, true}) {
+      SCOPED_TRACE_OF(sharded);
       const ModelArgs args{.vocab_size = 11, .dropout_p = 0};
       auto net = in_double<Transformer>(args);
       auto reference = in_double<Transformer>(args);
@@ -41,6 +42,7 @@ TEST(GlooParallel, ReplicasOfTensorParallelShardsCheckpointed) {
   expect_ranks_pass(4, [] {
     init_process_group({.backend = "gloo"});
     for (const auto& shape : {std::vector<int64_t>{2, 2, 1}, {2, 1, 2}, {1, 2, 2}}) {
+      SCOPED_TRACE_OF(shape);
       const auto mesh = init_device_mesh(torch::kCPU, shape, {"replicate", "shard", "tp"});
       auto net = in_double<MLPStack>(5);
       auto reference = in_double<MLPStack>(5);

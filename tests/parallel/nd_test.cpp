@@ -86,6 +86,7 @@ TEST(ThreeD, ReplicatedTensorParallel) {
     const auto mesh = init_device_mesh(test_device(), {2, 1, 2}, {"replicate", "shard", "tp"});
     for (const int64_t dim : {3, 5, 16, 17}) {
       for (const bool checkpointed : {false, true}) {
+        SCOPED_TRACE_OF(dim, checkpointed);
         auto net = in_double<MLPStack>(dim);
         auto reference = in_double<MLPStack>(dim);
         parallelize(net, mesh["tp"]);
@@ -147,6 +148,7 @@ TEST_P(ExpertParallel, TrainsLikeTheUnshardedModel) {
     const int64_t dim = 6;
     for (const ReshardAfterForward reshard :
          {ReshardAfterForward(true), ReshardAfterForward(false)}) {
+      SCOPED_TRACE_OF(reshard);
       auto net = in_double<ExpertsNet>(dim);
       auto reference = in_double<ExpertsNet>(dim);
       parallelize(net, meshes);
@@ -205,6 +207,7 @@ TEST_P(ExpertParallel, NormsOverAllMeshesAreThoseOfTheWhole) {
   run_ranks(num_ranks(), [](int) {
     const ExpertMeshes meshes(GetParam());
     for (const double order : {2.0, 1.0, 3.0, std::numeric_limits<double>::infinity()}) {
+      SCOPED_TRACE_OF(order);
       auto net = in_double<ExpertsNet>(5);
       auto reference = in_double<ExpertsNet>(5);
       parallelize(net, meshes);
@@ -214,7 +217,7 @@ TEST_P(ExpertParallel, NormsOverAllMeshesAreThoseOfTheWhole) {
       average_gradients(reference, meshes.grid.size("ep"));
       const auto norm = clip_grad_norm_(net->parameters(), 0.01, order);
       const auto expected = torch::nn::utils::clip_grad_norm_(reference->parameters(), 0.01, order);
-      EXPECT_NEAR(norm.item<double>(), expected, 1e-6 * expected) << "order " << order;
+      EXPECT_NEAR(norm.item<double>(), expected, 1e-6 * expected);
       expect_parity(*net, *reference);
     }
   });
@@ -229,6 +232,7 @@ TEST_P(ExpertParallel, OneRanksInfinityIsFoundByAll) {
     optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(1e-2));
     GradScaler scaler({.init_scale = 4});
     for (const bool infinite : {true, false}) {
+      SCOPED_TRACE_OF(infinite);
       scaler.scale(net(tp_batch(0, {4, 8}, meshes.dp_rank()).to(torch::kFloat)).sum()).backward();
       const auto& weight = net->blocks[0]->experts->w1;
       if (infinite && rank == get_world_size() - 1 && weight.grad().numel() > 0) {
@@ -250,6 +254,7 @@ TEST(TwoD, OneRanksInfinityIsFoundByAll) {
   run_ranks(4, [](int rank) {
     const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     for (const bool infinite : {true, false}) {
+      SCOPED_TRACE_OF(infinite);
       auto net = seeded<MLPStack>(2);
       parallelize(net, mesh["tp"]);
       for (auto& mlp : net->mlps) {

@@ -89,6 +89,7 @@ void run_step(Pipeline& pipeline, int step, torch::Tensor& loss) {
 }
 
 void train(const DeviceMesh& grid, bool checkpointed) {
+  SCOPED_TRACE_OF(checkpointed);
   Pipeline pipeline(grid, checkpointed);
   auto reference = in_double<Stack>(kDim, 4);
   std::vector<torch::Tensor> params;

@@ -279,6 +279,7 @@ TEST(TensorParallelComm, ModulesThatShareAnInputShareItsMoves) {
   run_ranks(2, [](int rank) {
     const auto tp = init_device_mesh(test_device(), {2}, {"tp"});
     for (const Placement& layout : Placements{Replicate{}, Shard{1}}) {
+      SCOPED_TRACE(to_string(layout));
       auto net = in_double<FanOut>();
       auto reference = in_double<FanOut>();
       parallelize_module(net, tp, {{"*", ColwiseParallel{.input_layouts = layout}}});
@@ -392,6 +393,7 @@ TEST(TensorParallelParams, NormsOfGradientsAreThoseOfTheWhole) {
   run_ranks(4, [](int) {
     const auto tp = init_device_mesh(test_device(), {4}, {"tp"});
     for (const double order : {2.0, 1.0, static_cast<double>(INFINITY)}) {
+      SCOPED_TRACE_OF(order);
       auto net = in_double<MLPStack>(17);
       auto reference = in_double<MLPStack>(17);
       parallelize(net, tp);

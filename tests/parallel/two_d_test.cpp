@@ -73,6 +73,7 @@ TEST(TwoD, TransformerBySequence) {
   run_ranks(4, [](int) {
     const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     for (const bool other_dim : {false, true}) {
+      SCOPED_TRACE_OF(other_dim);
       const ModelArgs args{.n_layers = 3, .dropout_p = 0};
       auto net = in_double<Transformer>(args);
       auto reference = in_double<Transformer>(args);
@@ -180,6 +181,7 @@ TEST(TwoD, BuiltOnMeta) {
   run_ranks(4, [](int) {
     const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     for (const int64_t dim : {8, 3}) {
+      SCOPED_TRACE_OF(dim);
       MLP net{nullptr};
       {
         MetaInit on_meta;

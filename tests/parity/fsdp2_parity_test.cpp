@@ -282,7 +282,7 @@ class Replay {
   void run() {
     const auto num_steps = static_cast<int64_t>(golden_.at("scales").toListRef().size());
     for (int64_t step = 0; step < num_steps; ++step) {
-      SCOPED_TRACE("rank " + std::to_string(get_rank()) + ", step " + std::to_string(step));
+      SCOPED_TRACE("step " + std::to_string(step));
       train(step);
     }
     for (const auto& item : dict(golden_, "params")) {

@@ -197,11 +197,12 @@ TEST(Collectives, TextsOfAnyLength) {
   run_ranks(3, [&](int rank) {
     for (const size_t most : {0, 1, 503, 504, 505, 512, 100'000}) {
       for (const int longest : {0, 2}) {
+        SCOPED_TRACE_OF(most, longest);
         const auto length = [&](int r) { return r == longest ? most : most / 2; };
         const auto texts = detail::gather_texts(text_of(rank, length(rank)));
         ASSERT_EQ(texts.size(), 3);
         for (int r = 0; r < 3; ++r) {
-          EXPECT_EQ(texts[static_cast<size_t>(r)], text_of(r, length(r))) << most;
+          EXPECT_EQ(texts[static_cast<size_t>(r)], text_of(r, length(r)));
         }
       }
     }

@@ -69,6 +69,7 @@ inline void check_every_collective(
   EXPECT_SAME(ones, torch::full({numel}, 3.0));
 
   for (const int root : {0, n - 1}) {
+    SCOPED_TRACE_OF(root);
     auto tensor = mine.clone();
     group.broadcast(tensor, root);
     EXPECT_SAME(tensor, brought(root, numel));

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "support/traces.h"
+
 /// Equal sizes, dtype and bits (NaN equals NaN).
 #define EXPECT_SAME(actual, expected) EXPECT_TRUE(::fsdp::test::same(actual, expected))
 /// Equal to float's rounding.

@@ -40,6 +40,7 @@ torch::Tensor expected_local(const torch::Tensor& full, const DTensor& spread) {
 
 void expect_holds(const DTensor& spread, const torch::Tensor& full) {
   const auto& placements = spread.placements();
+  SCOPED_TRACE(to_string(placements));
   const bool partial = std::any_of(placements.begin(), placements.end(), [](const auto& p) {
     return std::holds_alternative<Partial>(p);
   });
@@ -66,6 +67,7 @@ TEST_P(OneAxis, RedistributesFromEverythingToEverything) {
     for (const auto& sizes : {std::vector<int64_t>{8, 8}, {5, 7}, {1, 3}, {0, 2}}) {
       const auto full = sample(sizes);
       for (const auto& from : choices()) {
+        SCOPED_TRACE(c10::str(sizes, " from ", to_string(from)));
         const auto spread = distribute_tensor(full, mesh, {from});
         expect_holds(spread, full);
         for (const auto& to : choices()) {
@@ -85,6 +87,7 @@ TEST(TwoAxes, RedistributeFromEverythingToEverything) {
     const auto full = sample({7, 5});
     for (const auto& a : choices()) {
       for (const auto& b : choices()) {
+        SCOPED_TRACE("from " + to_string(Placements{a, b}));
         const auto spread = distribute_tensor(full, mesh, {a, b});
         expect_holds(spread, full);
         for (const auto& c : choices()) {
@@ -138,6 +141,7 @@ TEST(DTensor, PartialReducesByItsOp) {
       return DTensor::from_local(local, mesh, {Partial{op}}).redistribute({to}).full_tensor();
     };
     for (const auto& to : Placements{Replicate{}, Shard{0}, Shard{1}}) {
+      SCOPED_TRACE(to_string(to));
       EXPECT_SAME(reduced(ReduceOp::Sum, to), torch::full({4, 2}, 6.0));
       EXPECT_SAME(reduced(ReduceOp::Avg, to), torch::full({4, 2}, 2.0));
       EXPECT_SAME(reduced(ReduceOp::Max, to), torch::full({4, 2}, 3.0));
@@ -149,6 +153,7 @@ TEST(DTensor, PartialReducesByItsOp) {
     for (const auto op :
          {ReduceOp(ReduceOp::Sum), ReduceOp(ReduceOp::Avg), ReduceOp(ReduceOp::Max),
           ReduceOp(ReduceOp::Min), ReduceOp(ReduceOp::Product), ReduceOp::premul_sum(0.5)}) {
+      SCOPED_TRACE(op.str());
       EXPECT_SAME(whole.redistribute({Partial{op}}).full_tensor(), torch::full({2}, 5.0));
     }
   });
@@ -180,6 +185,7 @@ TEST(DTensor, KeepsDtypesAndIgnoresAutograd) {
   run_ranks(2, [](int) {
     const auto mesh = init_device_mesh(torch::kCPU, {2}, {"dp"});
     for (const auto type : {torch::kBFloat16, torch::kInt64, torch::kBool, torch::kFloat8_e4m3fn}) {
+      SCOPED_TRACE_OF(type);
       const auto full = sample({5}).to(type);
       EXPECT_SAME(distribute_tensor(full, mesh, {Shard{0}}).full_tensor(), full);
     }

@@ -31,6 +31,7 @@ TEST(ShardLayout, ChunksExactlyAsTorch) {
     for (int64_t count = 1; count <= 9; ++count) {
       const auto chunks = torch::arange(size).chunk(count);
       for (int64_t index = 0; index < count; ++index) {
+        SCOPED_TRACE_OF(size, count, index);
         const auto run = chunk_run(size, count, index);
         const auto expected = index < static_cast<int64_t>(chunks.size())
                                   ? chunks[index]
@@ -84,6 +85,7 @@ TEST(ShardLayout, EveryElementIsHeldOnce) {
       {Shard{0}, StridedShard{0, 2}}};
   for (const auto& placements : all) {
     for (int64_t size = 0; size < 30; ++size) {
+      SCOPED_TRACE(c10::str(to_string(placements), " of ", size));
       std::multiset<int64_t> seen;
       for (int rank = 0; rank < 6; ++rank) {
         const auto coordinate = grid_coordinate({2, 3}, rank);
@@ -92,7 +94,7 @@ TEST(ShardLayout, EveryElementIsHeldOnce) {
         EXPECT_EQ(static_cast<int64_t>(mine.size()), local_length(size, steps, coordinate));
         seen.insert(mine.begin(), mine.end());
       }
-      EXPECT_EQ(static_cast<int64_t>(seen.size()), size) << to_string(placements);
+      EXPECT_EQ(static_cast<int64_t>(seen.size()), size);
       EXPECT_EQ(std::set<int64_t>(seen.begin(), seen.end()).size(), seen.size());
     }
   }
