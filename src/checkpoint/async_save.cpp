@@ -251,7 +251,7 @@ std::future<void> async_save(
   try {
     return backgrounds().current()->start(std::move(job), steps);
   } catch (...) { // no thread started: the other ranks must not wait
-    give_up(publication, c10::str("rank ", publication.rank, ": ", current_exception_text()));
+    give_up(publication, c10::str("rank ", publication.ranks.rank, ": ", current_exception_text()));
     throw;
   }
 }

@@ -87,20 +87,6 @@ void set_latest(const Path& root, const Path& checkpoint) {
   detail::sync_folder(root);
 }
 
-/// Renames the checkpoint before removing it, so that nobody finds half a checkpoint.
-void remove_checkpoint(const Path& checkpoint) {
-  const Path trash = checkpoint.string() + detail::kRemovedSuffix;
-  detail::remove_tree(trash);
-  try {
-    detail::rename_path(checkpoint, trash);
-  } catch (const CheckpointError&) {
-    if (detail::path_exists(checkpoint)) {
-      throw;
-    }
-  }
-  detail::remove_tree(trash);
-}
-
 void rotate_once(const Path& root, const Path& checkpoint, const CheckpointSeriesOptions& options) {
   auto saved = complete_ones(root);
   sort_newest_first(saved);
@@ -112,7 +98,7 @@ void rotate_once(const Path& root, const Path& checkpoint, const CheckpointSerie
                       (options.keep_every > 0 && saved[i].step % options.keep_every == 0) ||
                       saved[i].path == checkpoint;
     if (!keep) {
-      remove_checkpoint(saved[i].path);
+      detail::remove_at_once(saved[i].path, saved[i].path.string() + detail::kRemovingSuffix);
     }
   }
 }

@@ -2,16 +2,17 @@
 
 #include <fcntl.h>
 #include <stdio.h>
+#include <unistd.h>
 
-#include <algorithm>
+#include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <ctime>
 #include <random>
 #include <thread>
 
 #include "base/check.h"
-#include "base/text.h"
 
 namespace fsdp::detail {
 
@@ -19,12 +20,8 @@ bool has_exchange = true;
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-constexpr const char* kInfix = ".tmp-";
-constexpr size_t kReserve = 4096; // bytes for the reason of a failure
-constexpr int64_t kQuietSeconds = 60;           // of a save whose rank 0 is dead
-constexpr int64_t kQuietUnlockedSeconds = 3600; // of one that has no lock (yet)
+constexpr const char* kSavingSuffix = ".fsdp-saving";
+constexpr int64_t kQuietSeconds = 60;
 
 std::string new_id() {
   std::random_device random;
@@ -34,50 +31,29 @@ std::string new_id() {
   return text;
 }
 
-/// Whether `name` is one that new_id or kRemovedSuffix makes; others are the user's.
-bool is_leftover(const std::string& name) {
-  const auto infix = name.rfind(kInfix);
-  if (infix == std::string::npos) {
-    return false;
+/// Runs what follows a success or a failure, and must not hide it: the disk may be full.
+void quietly(const std::function<void()>& step) {
+  try {
+    step();
+  } catch (const CheckpointError&) {
   }
-  const auto id = name.substr(infix + std::string_view(kInfix).size());
-  constexpr size_t kIdLength = 24;
-  return name.substr(infix) == kRemovedSuffix ||
-         (id.size() == kIdLength && id.find_first_not_of("0123456789abcdef") == std::string::npos);
 }
 
-/// The publication's timeout, or a year: a clock cannot add forever.
-std::chrono::milliseconds timeout_of(const Publication& publication) {
-  return std::min<std::chrono::milliseconds>(publication.timeout, std::chrono::hours(24 * 365));
-}
+// ------------------------------------------------------------ TARGET
 
-/// Calls `ready` until it is true, ever more slowly; false after `timeout`.
-bool poll(std::chrono::milliseconds timeout, const std::function<bool()>& ready) {
-  const auto deadline = Clock::now() + timeout;
-  auto pause = std::chrono::microseconds(200);
-  while (!ready()) {
-    if (Clock::now() > deadline) {
-      return false;
-    }
-    std::this_thread::sleep_for(pause);
-    pause = std::min(pause * 3 / 2, std::chrono::microseconds(100'000));
-  }
-  return true;
-}
-
-/// A folder that goes with all that is in it when it is replaced must hold nothing
-/// but a checkpoint. `place` is where what is or was TARGET lies.
-void check_replaceable(const Publication& publication, const Path& place) {
+/// Throws unless the folder, which is or was TARGET, may be replaced: it holds nothing but a
+/// checkpoint.
+void check_replaceable(const Publication& publication, const Path& folder) {
   const auto& target = publication.target;
-  if (!path_exists(place)) {
+  if (!path_exists(folder)) {
     return;
   }
   FSDP_CHECK_AS(
-      CheckpointError, !is_link(place), target.string(),
+      CheckpointError, !is_link(folder), target.string(),
       " is a symbolic link: save to where it leads");
   FSDP_CHECK_AS(
-      CheckpointError, is_folder(place), target.string(), " is there and is not a folder");
-  for (const auto& name : list_folder(place)) {
+      CheckpointError, is_folder(folder), target.string(), " is there and is not a folder");
+  for (const auto& name : list_folder(folder)) {
     FSDP_CHECK_AS(
         CheckpointError, publication.overwrite, target.string(),
         " is there already, and overwrite is off");
@@ -90,237 +66,141 @@ void check_replaceable(const Publication& publication, const Path& place) {
   }
 }
 
-/// For what follows success or failure, and must not hide it: the folder may be
-/// gone, or the disk full. False where it fails.
-bool quietly(const std::function<void()>& step) {
-  try {
-    step();
-    return true;
-  } catch (const CheckpointError&) {
-    return false;
-  }
-}
-
-void check_failed(const Publication& publication) {
-  const auto folder = publication.folder();
-  if (path_exists(folder / "failed")) {
-    FSDP_THROW(CheckpointError, read_text(folder / "failed"));
-  }
-  FSDP_CHECK_AS(
-      CheckpointError, path_exists(folder), "rank ", publication.rank, ": ", folder.string(),
-      " was removed while ", publication.target.string(), " was being saved");
-}
-
-/// Tells of ranks that have died, so that nobody waits for them until the timeout.
-class DeathWatch {
- public:
-  explicit DeathWatch(const Publication& publication) : publication_(publication) {}
-
-  /// Throws where some of `ranks`, which are waited for, have been gone for a while: what
-  /// they wrote last may be seen late on network file systems.
-  void check(std::vector<int> ranks) {
-    const auto now = Clock::now();
-    if (!publication_.is_gone || now < next_) {
-      return;
-    }
-    next_ = now + kPause;
-    std::erase_if(ranks, [&](int rank) { return !publication_.is_gone(rank); });
-    if (ranks.empty()) {
-      all_well_ = now;
-    }
-    FSDP_CHECK_AS(
-        CheckpointError, now - all_well_ <= publication_.patience, "rank ", publication_.rank,
-        ": rank ", join(ranks), ranks.size() == 1 ? " is" : " are", " gone, and ",
-        publication_.target.string(), " is not complete");
-  }
-
- private:
-  static constexpr auto kPause = std::chrono::seconds(1);
-
-  const Publication& publication_;
-  Clock::time_point all_well_ = Clock::now();
-  Clock::time_point next_ = all_well_ + kPause; // most saves are over by then
-};
-
-/// The others: until they see what rank 0 has made, which takes some network file
-/// systems a minute.
-void wait_for_folder(const Publication& publication) {
-  constexpr std::chrono::milliseconds kLongest = std::chrono::minutes(2);
-  const bool seen = poll(std::min(timeout_of(publication), kLongest), [&] {
-    if (path_exists(publication.folder())) {
-      check_failed(publication);
-    }
-    return is_folder(publication.data());
-  });
-  FSDP_CHECK_AS(
-      CheckpointError, seen, publication.data().string(),
-      ", which rank 0 made, is not to be seen: is this folder shared between the ranks?");
-}
-
-/// Rank 0: what each rank published.
-std::vector<std::string> wait_for_ranks(const Publication& publication) {
-  const auto folder = publication.folder();
-  std::vector<int> missing;
-  DeathWatch watch(publication);
-  const bool all = poll(timeout_of(publication), [&] {
-    check_failed(publication);
-    const auto names = list_folder(folder);
-    missing.clear();
-    for (int rank = 0; rank < publication.world_size; ++rank) {
-      if (!std::binary_search(names.begin(), names.end(), rank_name(rank) + ".json")) {
-        missing.push_back(rank);
-      }
-    }
-    watch.check(missing);
-    return missing.empty();
-  });
-  FSDP_CHECK_AS(
-      CheckpointError, all, "rank 0: no word of ranks ", join(missing), " in ", folder.string(),
-      " after ", publication.timeout.count(),
-      " ms: they are dead or slow, or do not see this "
-      "folder");
-  std::vector<std::string> texts;
-  for (int rank = 0; rank < publication.world_size; ++rank) {
-    texts.push_back(read_text(folder / (rank_name(rank) + ".json")));
-  }
-  return texts;
-}
-
-/// The others: until rank 0 is done. They outwait it, who can say who is missing.
-void wait_for_rank0(const Publication& publication) {
-  const auto folder = publication.folder();
-  DeathWatch watch(publication);
-  const bool done = poll(2 * timeout_of(publication) + std::chrono::seconds(1), [&] {
-    const bool found = path_exists(folder / "done");
-    if (!found) {
-      check_failed(publication);
-      watch.check({0});
-    }
-    return found;
-  });
-  FSDP_CHECK_AS(
-      CheckpointError, done, "rank ", publication.rank, ": rank 0 has not completed ",
-      publication.target.string(), " in time");
-}
-
-/// renameat2; 0, or the error number.
-int try_rename(const Path& from, const Path& to, unsigned flags) {
+/// Calls renameat2. Returns 0 or the error number.
+int try_rename(const Path& from, const Path& to, unsigned flags = 0) {
   if (before_change) {
     before_change("rename", to);
   }
   return renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), flags) == 0 ? 0 : errno;
 }
 
-bool is_occupied(int error) {
-  return error == ENOTEMPTY || error == EEXIST;
-}
-
-/// What was TARGET lies at `place` now. Where it must not be replaced (it has changed
-/// since TARGET was looked at), `undo` puts it back, or returns an error number.
-void check_replaced(
-    const Publication& publication, const Path& place, const std::function<int()>& undo) {
-  try {
-    check_replaceable(publication, place);
-  } catch (const CheckpointError&) {
-    if (undo() != 0) { // then at least out of what is going to be removed
-      rename_path(place, publication.target.string() + ".kept-" + publication.id);
-    }
-    throw;
-  }
-}
-
-/// Puts data/ where TARGET is, by one call or, on file systems that do not have it,
-/// by two; 0, or the error number.
-int replace(const Publication& publication, const Path& old) {
+/// Puts data/ where TARGET is. What was TARGET is in `replaced` then. Returns 0 or the error
+/// number.
+int exchange(const Publication& publication, Path& replaced) {
   const auto& target = publication.target;
   const auto data = publication.data();
-  const auto exchange = [&] { return try_rename(data, target, RENAME_EXCHANGE); };
-  int error = has_exchange ? exchange() : EINVAL;
-  if (error == 0) {
-    check_replaced(publication, data, exchange);
-  }
+  const int error = has_exchange ? try_rename(data, target, RENAME_EXCHANGE) : EINVAL;
   if (error != EINVAL && error != ENOSYS && error != ENOTSUP) {
+    replaced = data;
     return error;
   }
-  error = try_rename(target, old, 0);
-  if (error != 0) {
-    return error;
+  replaced = publication.folder() / "old";
+  if (const int moved = try_rename(target, replaced); moved != 0) {
+    return moved;
   }
-  const auto put_back = [&] { return try_rename(old, target, 0); };
-  check_replaced(publication, old, put_back);
-  error = try_rename(data, target, 0);
-  if (error != 0 && !is_occupied(error)) {
-    put_back(); // where it fails, remove_publication tries again
-  }
-  return error;
+  return try_rename(data, target);
 }
 
 void put_in_place(const Publication& publication) {
   const auto& target = publication.target;
   const auto data = publication.data();
   sync_folder(data);
-  // Another saver may come between any two calls, so more than once.
-  constexpr int kTries = 100;
-  for (int i = 0;; ++i) {
+  // A rename replaces nothing but an empty folder.
+  int error = try_rename(data, target);
+  if (error == ENOTEMPTY || error == EEXIST) {
     check_replaceable(publication, target);
-    // Replaces no more than an empty folder.
-    int error = try_rename(data, target, 0);
-    if (is_occupied(error) && publication.overwrite) {
-      error = replace(publication, publication.folder() / c10::str("old", i));
+    Path replaced;
+    error = exchange(publication, replaced);
+    try {
+      check_replaceable(publication, replaced);
+    } catch (const CheckpointError&) { // somebody wrote into TARGET in this very moment
+      if (error == 0) {
+        rename_path(target, data.string() + ".new");
+      }
+      rename_path(replaced, target);
+      throw;
     }
-    if (error == 0) {
-      break;
-    }
-    if ((error != ENOENT && !is_occupied(error)) || i == kTries || !path_exists(data)) {
-      throw_system_error(("put in place as " + target.string()).c_str(), data, error);
-    }
+  }
+  if (error != 0) {
+    throw_system_error(("put in place as " + target.string()).c_str(), data, error);
   }
   sync_folder(target.parent_path());
 }
 
-/// Removes TARGET.tmp-ID. Where TARGET is missing, what had been taken away from
-/// there goes back first: it may be the only checkpoint.
-void remove_publication(const Path& folder, const Path& target) {
-  std::string newest;
-  for (const auto& name : list_folder(folder)) {
-    const bool is_old = name.size() > 3 && name.starts_with("old") &&
-                        name.find_first_not_of("0123456789", 3) == std::string::npos;
-    if (is_old && std::pair(name.size(), name) > std::pair(newest.size(), newest)) {
-      newest = name;
-    }
-  }
-  // Not where the new one has been there: data/ is gone then. It is also the first to go.
-  if (!newest.empty() && path_exists(folder / "data") && !path_exists(target)) {
-    const int error = try_rename(folder / newest, target, 0);
-    if (error != 0 && !is_occupied(error)) {
-      throw_system_error(("put back as " + target.string()).c_str(), folder / newest, error);
-    }
+// ------------------------------------------------------------ TARGET.fsdp-saving
+
+/// Puts old/ back if TARGET is missing: it may be the only checkpoint.
+void put_old_back(const Path& folder, const Path& target) {
+  // data/ is missing if the new checkpoint has been in place.
+  if (path_exists(folder / "old") && path_exists(folder / "data") && !path_exists(target)) {
+    rename_path(folder / "old", target);
     sync_folder(target.parent_path());
   }
-  remove_tree(folder);
 }
 
-/// The last to leave removes the folder, with what was replaced.
-void leave(const Publication& publication) {
+void remove_folder(const Path& folder, const Path& target) {
+  put_old_back(folder, target);
+  remove_at_once(folder, target.string() + kRemovingSuffix);
+}
+
+std::string this_process() {
+  std::array<char, 256> host{};
+  (void)gethostname(host.data(), host.size() - 1);
+  char since[32];
+  const auto now = std::time(nullptr);
+  std::tm parts{};
+  (void)std::strftime(since, sizeof(since), "%F %T UTC", gmtime_r(&now, &parts));
+  return c10::str("process ", getpid(), " on ", host.data(), " since ", since);
+}
+
+/// Locks the folder for this save. Makes it if it is not there.
+std::shared_ptr<File> lock_folder(const Publication& publication) {
   const auto folder = publication.folder();
-  int64_t num_left = 1;
-  if (publication.world_size > 1) { // alone it needs no room on the disk
-    write_text(folder / (rank_name(publication.rank) + ".left"), "");
-    const auto names = list_folder(folder);
-    num_left = std::count_if(
-        names.begin(), names.end(), [](const auto& name) { return name.ends_with(".left"); });
-  }
-  if (num_left == publication.world_size) {
-    remove_publication(folder, publication.target);
+  constexpr int kTries = 10; // a save that ends removes the folder in between
+  for (int i = 0;; ++i) {
+    try {
+      make_folder(folder);
+      auto lock = std::make_shared<File>(File::create(folder / "lock"));
+      // Another error than EWOULDBLOCK: this file system has no locks.
+      if (!lock->try_lock() && errno == EWOULDBLOCK) {
+        std::string who = "another process";
+        quietly([&] { who = read_text(folder / "lock"); });
+        who = who.empty() ? "a process that has just begun" : who;
+        FSDP_THROW(
+            CheckpointError, publication.target.string(), " is being saved already, by ", who,
+            "; wait until that is done, or save to another folder");
+      }
+      if (File::open(folder / "lock").version() == lock->version()) {
+        const auto text = this_process();
+        quietly([&] {
+          lock->resize(0);
+          lock->write(0, text.data(), static_cast<int64_t>(text.size()));
+        });
+        return lock;
+      }
+    } catch (const CheckpointError&) {
+      if (path_exists(folder / "lock") || i == kTries) {
+        throw;
+      }
+    }
   }
 }
 
-/// What dead saves have left, by `now` of this file system.
-void tidy_up(const Publication& publication, int64_t now) {
-  const auto& target = publication.target;
-  const auto own = target.filename().string() + kInfix;
-  remove_leftovers(
-      target.parent_path(), publication.leftovers.empty() ? own : publication.leftovers, now);
+/// The other ranks wait until they see what rank 0 has made. Some network file systems take a
+/// minute.
+void wait_for_folder(const Publication& publication, SaveReports& reports) {
+  constexpr std::chrono::milliseconds kLongest = std::chrono::minutes(2);
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::min(publication.ranks.timeout, kLongest);
+  while (!is_folder(publication.data())) {
+    reports.check_failed(); // then rank 0 has removed it
+    FSDP_CHECK_AS(
+        CheckpointError, std::chrono::steady_clock::now() < deadline, publication.data().string(),
+        ", which rank 0 made, is not to be seen: is this folder shared between the ranks?");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+SaveReports reports_of(const Publication& publication) {
+  return {publication.ranks, publication.id, publication.target.string()};
+}
+
+std::vector<std::string> texts_of_ranks(const Publication& publication) {
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < publication.ranks.size; ++rank) {
+    texts.push_back(read_text(publication.folder() / (rank_name(rank) + ".json")));
+  }
+  return texts;
 }
 
 } // namespace
@@ -341,27 +221,31 @@ Path clean_path(const Path& path) {
   return result;
 }
 
+void remove_at_once(const Path& folder, const Path& aside) {
+  remove_tree(aside);
+  rename_path(folder, aside);
+  remove_tree(aside);
+}
+
 Path Publication::folder() const {
-  return target.string() + kInfix + id;
+  return target.string() + kSavingSuffix;
 }
 
 void remove_leftovers(const Path& parent, const std::string& name_begin, int64_t now) {
   for (const auto& name : list_folder(parent.empty() ? Path(".") : parent)) {
-    if (!name.starts_with(name_begin) || !is_leftover(name)) {
-      continue;
-    }
+    const bool saving = name.ends_with(kSavingSuffix);
     const auto folder = parent / name;
-    const bool locked = path_exists(folder / "lock");
-    if (now - changed_at(folder) < (locked ? kQuietSeconds : kQuietUnlockedSeconds)) {
+    if (!name.starts_with(name_begin) || !(saving || name.ends_with(kRemovingSuffix)) ||
+        now - changed_at(folder) < kQuietSeconds) {
       continue;
     }
-    try {
-      if (locked && !File::open(folder / "lock").try_lock()) {
-        continue;
+    quietly([&] { // another saver may be faster
+      const auto lock =
+          path_exists(folder / "lock") ? std::optional(File::open(folder / "lock")) : std::nullopt;
+      if (!lock || lock->try_lock()) {
+        remove_folder(folder, parent / name.substr(0, name.rfind('.')));
       }
-      remove_publication(folder, parent / name.substr(0, name.rfind(kInfix)));
-    } catch (const CheckpointError&) { // another saver was faster
-    }
+    });
   }
 }
 
@@ -369,85 +253,65 @@ void prepare(Publication& publication) {
   publication.id = new_id();
   check_replaceable(publication, publication.target);
   make_folders(publication.target.parent_path());
-  for (bool again = true;; again = false) {
-    try {
-      make_folder(publication.folder());
-      publication.lock = std::make_shared<File>(File::create(publication.folder() / "lock"));
-      publication.lock->try_lock(); // where locks are not to be had, time has to do
-      write_text(publication.folder() / "reserve", std::string(kReserve, ' '));
-      make_folder(publication.data());
-      return;
-    } catch (const CheckpointError&) {
-      quietly([&] { remove_tree(publication.folder()); });
-      if (!again) {
-        throw;
-      }
-      quietly([&] { tidy_up(publication, std::time(nullptr)); }); // they may fill the disk
-    }
+  publication.lock = lock_folder(publication);
+  const auto folder = publication.folder();
+  try {
+    put_old_back(folder, publication.target);
+    remove_tree(publication.data()); // of a save that died
+    remove_tree(folder / "old");
+    make_folder(publication.data());
+  } catch (const CheckpointError&) {
+    quietly([&] { remove_folder(folder, publication.target); });
+    throw;
   }
 }
 
 void give_up(const Publication& publication, const std::string& reason) {
-  const auto folder = publication.folder();
-  quietly([&] { // the disk may be full
-    for (const auto& name : list_folder(publication.data())) {
-      if (name.starts_with(rank_name(publication.rank)) || publication.rank == 0) {
-        remove_tree(publication.data() / name);
-      }
-    }
-  });
-  // Only one rank can rename the reserve; the others have nothing to add to its reason.
-  const auto mine = folder / (rank_name(publication.rank) + ".reason");
-  const bool told = quietly([&] {
-    if (try_rename(folder / "reserve", mine, 0) == 0) {
-      const auto file = File::create(mine);
-      const auto text = reason.substr(0, kReserve);
-      file.write(0, text.data(), static_cast<int64_t>(text.size()));
-      file.resize(static_cast<int64_t>(text.size()));
-      rename_path(mine, folder / "failed");
-    }
-  });
-  if (told) {
-    quietly([&] { leave(publication); });
-  } else { // that it is gone tells them too; they may be making files there
-    poll(std::chrono::seconds(2), [&] {
-      return quietly([&] { remove_publication(folder, publication.target); });
-    });
+  reports_of(publication).failed(reason);
+  if (publication.ranks.rank == 0) {
+    quietly([&] { remove_folder(publication.folder(), publication.target); });
   }
 }
 
 void publish(const Publication& publication, const PublicationSteps& steps) {
+  auto reports = reports_of(publication);
+  const int rank = publication.ranks.rank;
+  const auto folder = publication.folder();
   try {
-    if (publication.rank == 0) { // not in `prepare`: training waits for that
-      quietly([&] { tidy_up(publication, changed_at(publication.folder())); });
-      check_failed(publication);
-    } else {
-      wait_for_folder(publication);
+    if (rank != 0) {
+      wait_for_folder(publication, reports);
+    } else if (!publication.leftovers.empty()) { // not in `prepare`: training waits for that
+      quietly([&] {
+        remove_leftovers(
+            publication.target.parent_path(), publication.leftovers, changed_at(folder));
+      });
     }
-    const auto text = steps.write();
-    write_text(publication.folder() / (rank_name(publication.rank) + ".json"), text);
-    if (publication.rank == 0) {
-      steps.finish(wait_for_ranks(publication));
-      // Nothing that needs room on the disk comes after it is in place.
-      write_text(publication.folder() / "placing", "");
+    write_text(folder / (rank_name(rank) + ".json"), steps.write());
+    reports.complete();
+    if (rank == 0) {
+      reports.wait_for_ranks();
+      steps.finish(texts_of_ranks(publication));
       put_in_place(publication);
       if (steps.after) {
         steps.after();
       }
-      rename_path(publication.folder() / "placing", publication.folder() / "done");
+      reports.saved();
     } else {
-      wait_for_rank0(publication);
+      reports.wait_for_rank_0();
     }
   } catch (...) {
     auto reason = current_exception_text();
     // Another rank's reason says which rank already.
     if (!reason.starts_with("rank ")) {
-      reason = c10::str("rank ", publication.rank, ": ", reason);
+      reason = c10::str("rank ", rank, ": ", reason);
     }
     give_up(publication, reason);
+    reports.check_failed(); // the first failure may be the cause of this one
     FSDP_THROW(CheckpointError, reason);
   }
-  quietly([&] { leave(publication); });
+  if (rank == 0) {
+    quietly([&] { remove_folder(folder, publication.target); });
+  }
 }
 
 } // namespace fsdp::detail

@@ -1,54 +1,42 @@
 #pragma once
 
-#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "checkpoint/files.h"
+#include "checkpoint/save_reports.h"
 
 namespace fsdp::detail {
 
 // Note [How a checkpoint appears]
 //
-// Next to TARGET lies TARGET.tmp-ID while it is being saved, with
-//   lock             held by rank 0 as long as it lives
+// While TARGET is being saved, TARGET.fsdp-saving lies next to it, with
+//   lock             held by rank 0 as long as it lives; says which process that is
 //   data/            what becomes TARGET
-//   rank_00003.json  rank 3 has written and synced its files; what is in them
-//   reserve          blanks: room on the disk for the reason of a failure
-//   failed           a rank has failed, and why: everybody gives up (the reserve, renamed)
-//   placing          data/ is complete, and about to be put in place
-//   done             it is in place
-//   rank_00003.left  rank 3 needs nothing here any more; the last removes it all
-// Rank 0 waits for all ranks' files, completes data/ and puts it in place in one
-// system call: by renaming where there is no TARGET, else by exchanging the two,
-// after which the old one is removed. So at any moment TARGET is a complete
-// checkpoint, the old one or the new one, whoever is killed. Only where a file
-// system cannot exchange (some network ones) there is a moment without: the old
-// one is then TARGET.tmp-ID/old0, beside data/, and goes back before these are removed.
+//   rank_00003.json  what rank 3 has written
+//   old/             what was TARGET, for a moment, if the file system cannot exchange two folders
+// Every rank writes and syncs its files in data/ and reports that to rank 0, through the store of
+// their world. Rank 0 completes data/ and puts it in place by one system call: it renames data/ if
+// there is no TARGET, else it exchanges the two, and removes the old one afterwards. So at any
+// moment TARGET is a complete checkpoint, the old one or the new one, whoever is killed. Only a
+// file system that cannot exchange (some network ones) has a moment without TARGET. The old one is
+// in old/ then.
 //
-// The ranks communicate by these files alone, so that a save may go on in a thread
-// of its own while the ranks' collectives are about something else.
-//
-// What a dead save left is removed by rank 0 of a later one: when the lock is free
-// and nothing has changed for a minute, by the file system's clock. Two savers at
-// once do not touch each other's; the last to finish stays.
+// The lock refuses a second saver of TARGET. If the lock is free, whoever held it is dead: the next
+// save puts old/ back if TARGET is missing, and removes the rest. A series also removes what dead
+// saves of other checkpoints left, if nothing has changed there for a minute.
 
 /// One save, as one rank sees it.
 struct Publication {
   Path target;
-  std::string id;
-  int rank = 0;
-  int world_size = 1;
   bool overwrite = true;
-  std::chrono::milliseconds timeout = std::chrono::minutes(30);
-  std::shared_ptr<File> lock = nullptr; // rank 0
-  /// Whether a rank has died: it is waited for no longer than so.
-  std::function<bool(int rank)> is_gone = {};
-  std::chrono::milliseconds patience = std::chrono::minutes(1);
-  /// What dead saves left under names that begin so is removed; empty: of TARGET's.
+  SaveRanks ranks = {};
+  /// What dead saves left under names that begin so is removed, too. Empty: nothing.
   std::string leftovers = {};
+  std::string id = {};                  // of this save alone
+  std::shared_ptr<File> lock = nullptr; // rank 0
 
   Path folder() const;
   Path data() const {
@@ -56,37 +44,40 @@ struct Publication {
   }
 };
 
-/// Behind the name of a checkpoint that is being removed.
-inline constexpr const char* kRemovedSuffix = ".tmp-removed";
+/// The end of the name of a checkpoint that is being removed.
+inline constexpr const char* kRemovingSuffix = ".fsdp-removing";
 
-/// Without a trailing slash and dots.
+/// Renames the folder to `aside`, then removes it: nobody finds half of it.
+void remove_at_once(const Path& folder, const Path& aside);
+
+/// Returns the path without dots and without a slash at its end.
 Path clean_path(const Path& path);
 
-/// Makes the folder on rank 0, with a new id; the others get to know it from there.
-/// Throws where `target` is something that must not be replaced.
+/// Makes the folder and the id, on rank 0. Throws if somebody else is saving TARGET, or if TARGET
+/// must not be replaced.
 void prepare(Publication& publication);
 
-/// What the ranks do.
+/// What the ranks do in a save.
 struct PublicationSteps {
-  /// Writes and syncs this rank's files in data/; returns what the others should know.
+  /// Writes and syncs this rank's files in data/. Returns a description of them for rank 0.
   std::function<std::string()> write;
-  /// Rank 0: writes what makes them a checkpoint.
+  /// Rank 0: writes what makes the files a checkpoint.
   std::function<void(const std::vector<std::string>& texts)> finish;
-  /// Rank 0, when it is in place; may be empty.
+  /// Rank 0, when the checkpoint is in place. May be empty.
   std::function<void()> after = {};
 };
 
-/// All of a save on this rank. Throws CheckpointError on all ranks if it does on one.
+/// Does this rank's part of a save. Throws CheckpointError on all ranks if one of them fails.
 void publish(const Publication& publication, const PublicationSteps& steps);
 
-/// Instead of `publish`: tells the others that this rank does not take part.
+/// Instead of `publish`: tells the other ranks that this one does not take part, and why.
 void give_up(const Publication& publication, const std::string& reason);
 
-/// Removes what dead saves have left of TARGETs in `parent` whose names begin so.
-/// `now` is a time of that file system.
+/// Removes what dead saves have left in `parent` under names that begin so, if nothing has changed
+/// there for a minute before `now`, a time of that file system.
 void remove_leftovers(const Path& parent, const std::string& name_begin, int64_t now);
 
-/// For tests: false is as on a file system that cannot exchange.
+/// For tests: false is as on a file system that cannot exchange two folders.
 extern bool has_exchange;
 
 /// "rank_00003"

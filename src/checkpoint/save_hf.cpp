@@ -94,7 +94,7 @@ void save_hf(
                             [&] {
                               layout = detail::make_hf_layout(
                                   job.plan.catalog, rename, options.max_file_bytes, options.dtype);
-                              if (job.publication.rank == 0) {
+                              if (job.publication.ranks.rank == 0) {
                                 write_headers(layout, data);
                               }
                               write_parts(layout, job.plan.parts, data);

@@ -92,7 +92,7 @@ Catalog write_parts(const SaveJob& job) {
   }
   Catalog written;
   for (size_t i = 0; i < files.size(); ++i) {
-    const auto name = rank_name(job.publication.rank) + (i > 0 ? c10::str(".", i) : "");
+    const auto name = rank_name(job.publication.ranks.rank) + (i > 0 ? c10::str(".", i) : "");
     const auto path = job.publication.data() / (name + ".safetensors");
     write_file(path, job.is_direct, files[i], written);
   }
@@ -115,7 +115,7 @@ std::string rank_text(const SaveJob& job, Catalog written) {
     catalog.tensors.push_back(std::move(tensor));
   }
   catalog.values = job.plan.catalog.values;
-  return manifest_text(catalog, rank_name(job.publication.rank) + ".json");
+  return manifest_text(catalog, rank_name(job.publication.ranks.rank) + ".json");
 }
 
 } // namespace
@@ -158,12 +158,14 @@ SaveJob begin_save(
   const auto world = current_world();
   SaveJob job;
   auto& publication = job.publication;
-  publication.rank = world.rank;
-  publication.world_size = world.size;
   publication.overwrite = options.overwrite;
-  publication.timeout = options.timeout;
   publication.leftovers = leftovers;
-  publication.is_gone = watch_ranks();
+  publication.ranks = {
+      .rank = world.rank,
+      .size = world.size,
+      .store = world_store(),
+      .timeout = options.timeout,
+      .is_gone = watch_ranks()};
   // An error that only this rank finds has to reach the others.
   PlanRequest request;
   Greeting mine;
@@ -195,8 +197,8 @@ SaveJob begin_save(
   } catch (...) {
     if (agreed) { // the other ranks may not have failed, and may be waiting
       give_up(publication, c10::str("rank ", world.rank, ": ", current_exception_text()));
-    } else if (world.rank == 0 && !publication.id.empty()) {
-      remove_tree(publication.folder());
+    } else if (publication.lock) { // rank 0 alone knows of the folder
+      give_up(publication, "");
     }
     throw;
   }

@@ -31,6 +31,11 @@ std::function<bool(int rank)> watch_ranks() {
   return [liveness](int rank) { return liveness->is_gone(rank); };
 }
 
+c10::intrusive_ptr<c10d::Store> world_store() {
+  const auto context = current_context();
+  return context ? context->factory->store() : nullptr;
+}
+
 std::vector<std::string> gather_texts(const std::string& mine) {
   const auto world = current_world();
   if (world.size == 1) {

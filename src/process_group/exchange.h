@@ -1,6 +1,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <functional>
 #include <string>
@@ -23,6 +24,10 @@ c10::Device world_device();
 /// keeps the function, its peers see the process as alive, even after it has left
 /// the world.
 std::function<bool(int rank)> watch_ranks();
+
+/// The store of the world, through which ranks exchange small values from any thread. Null without
+/// a process group, and if the backend has none.
+c10::intrusive_ptr<c10d::Store> world_store();
 
 /// Returns every rank's `mine`, by rank. Collective.
 std::vector<std::string> gather_texts(const std::string& mine);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <atomic>
 #include <map>
@@ -37,6 +38,10 @@ class BackendFactory : public std::enable_shared_from_this<BackendFactory> {
   /// failed collective, or "".
   virtual std::string diagnose() {
     return "";
+  }
+  /// A store that all ranks of the world share. Null if the transport has none.
+  virtual c10::intrusive_ptr<c10d::Store> store() const {
+    return nullptr;
   }
   /// Tells which ranks are gone. Null if the transport itself reports a rank that is gone.
   virtual std::shared_ptr<Liveness> liveness() const {

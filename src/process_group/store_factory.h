@@ -37,6 +37,9 @@ class StoreFactory : public BackendFactory {
       MakeBackend make_backend);
 
   std::string diagnose() override;
+  c10::intrusive_ptr<c10d::Store> store() const override {
+    return met_.store;
+  }
   std::shared_ptr<Liveness> liveness() const override {
     return met_.liveness;
   }

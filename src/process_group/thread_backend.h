@@ -26,6 +26,10 @@ class ThreadFactory : public BackendFactory {
   ThreadFactory(std::shared_ptr<ThreadWorld> world, int world_rank)
       : BackendFactory(world_rank, "threads"), world_(std::move(world)) {}
 
+  c10::intrusive_ptr<c10d::Store> store() const override {
+    return world_->store();
+  }
+
  protected:
   c10::intrusive_ptr<c10d::Backend> make(
       const std::string& name, const std::vector<int>& world_ranks, int rank) override;

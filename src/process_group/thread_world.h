@@ -1,5 +1,7 @@
 #pragma once
 
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -44,6 +46,10 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
     return static_cast<int>(ended_.size());
   }
 
+  const c10::intrusive_ptr<c10d::Store>& store() const {
+    return store_;
+  }
+
   /// Returns the group of that name. The first rank that asks makes the group.
   std::shared_ptr<ThreadGroup> group(const std::string& name, const std::vector<int>& world_ranks);
 
@@ -77,6 +83,7 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
   void check_deadlock();
 
   const std::chrono::milliseconds timeout_;
+  const c10::intrusive_ptr<c10d::Store> store_ = c10::make_intrusive<c10d::HashStore>();
   mutable std::mutex mutex_;
   std::string failure_;                  // the first one; "": the world has not failed
   std::vector<bool> ended_;              // by rank

@@ -150,7 +150,7 @@ inline void edit_manifest(
 inline std::vector<std::string> leftovers(const std::string& folder) {
   std::vector<std::string> found;
   for (const auto& name : detail::list_folder(folder)) {
-    if (name.find(".tmp-") != std::string::npos) {
+    if (name.find(".fsdp-") != std::string::npos) {
       found.push_back(name);
     }
   }

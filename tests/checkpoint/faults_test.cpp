@@ -110,6 +110,7 @@ TEST(BrokenCheckpoint, TruncatedFile) {
   const auto file = path + "/rank_00001.safetensors";
   const auto text = file_text(file);
   for (const size_t length : {text.size() - 1, size_t{100}, size_t{0}}) {
+    SCOPED_TRACE_OF(length);
     set_file_text(file, text.substr(0, length));
     const auto message = load_error(path);
     EXPECT_TRUE(contains(message, "rank_00001.safetensors"));
@@ -311,6 +312,7 @@ TEST(FailedSave, FolderThatMayNotBeWritten) {
         run_ranks(3, [&](int) {
           const auto state = make_state(samples_1d(), world_mesh(), 6);
           for (const auto* name : {"/checkpoint", "/new", "/below/new"}) {
+            SCOPED_TRACE(name);
             const auto message = message_of<CheckpointError>([&] { save(state, folder + name); });
             EXPECT_TRUE(contains(message, "rank 0: " + folder + "/"));
             EXPECT_TRUE(contains(message, " cannot be made: Permission denied"));
@@ -366,15 +368,21 @@ TEST(FailedSave, WhatCannotBeSaved) {
   EXPECT_TRUE(detail::list_folder(folder).empty());
 }
 
-TEST(TwoSavers, EndWithOneCompleteCheckpoint) {
+TEST(TwoSavers, OneIsRefusedAndACompleteCheckpointIsLeft) {
   const auto path = temporary_folder() + "/checkpoint";
+  std::atomic<int> num_saved{0};
   std::vector<std::thread> savers;
   for (const int64_t seed : {5, 6}) {
-    savers.emplace_back([&path, seed] {
+    savers.emplace_back([&, seed] {
       run_ranks(2, [&](int) {
         const auto state = make_state(samples_1d(), world_mesh(), seed);
         for (int i = 0; i < 10; ++i) {
-          save(state, path);
+          try {
+            save(state, path);
+            ++num_saved;
+          } catch (const CheckpointError& error) {
+            EXPECT_TRUE(contains(error.what(), " is being saved already, by "));
+          }
         }
       });
     });
@@ -382,6 +390,7 @@ TEST(TwoSavers, EndWithOneCompleteCheckpoint) {
   for (auto& saver : savers) {
     saver.join();
   }
+  EXPECT_GT(num_saved, 0);
   const auto seed = std::get<int64_t>(*detail::open_catalog(path).find_value("step"));
   expect_loads(2, path, seed);
   EXPECT_TRUE(leftovers(path + "/..").empty());

@@ -33,7 +33,7 @@ TEST_P(KilledRank, IsNoticedLongBeforeTheTimeout) {
         init_process_group({.backend = "gloo", .timeout = 20s});
         save(numbered(1), path);
         auto job = detail::begin_save(numbered(2), path, {.timeout = 1h});
-        job.publication.patience = 2s;
+        job.publication.ranks.patience = 2s;
         const ChangeHook hook([&](const char* operation, const detail::Path&) {
           if (get_rank() == victim && std::string(operation) == "write") {
             kill(getpid(), SIGKILL);
@@ -65,9 +65,9 @@ TEST(GlooSave, OutlivesItsWorld) {
       [&] {
         init_process_group({.backend = "gloo", .timeout = 20s});
         auto job = detail::begin_save(numbered(1), folder + "/checkpoint", {});
-        job.publication.patience = 0s;
+        job.publication.ranks.patience = 0s;
         destroy_process_group();
-        if (job.publication.rank == 1) {
+        if (job.publication.ranks.rank == 1) {
           sleep(3);
         }
         detail::run_save(job);

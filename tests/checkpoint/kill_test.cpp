@@ -12,6 +12,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+
 #include <atomic>
 #include <chrono>
 #include <random>
@@ -55,12 +57,15 @@ std::vector<detail::SaveJob> jobs_of(
     int64_t generation, const std::string& path, int64_t numel = 20) {
   const auto state = state_of(generation, numel);
   const auto request = detail::make_request(state);
-  detail::Publication publication{.target = path, .world_size = kRanks};
-  publication.timeout = std::chrono::seconds(20);
+  detail::Publication publication{.target = path};
+  publication.ranks.size = kRanks;
+  publication.ranks.timeout = std::chrono::seconds(20);
+  publication.ranks.store =
+      c10::make_intrusive<c10d::FileStore>(temporary_folder() + "/store", kRanks);
   detail::prepare(publication);
   std::vector<detail::SaveJob> jobs;
   for (int rank = 0; rank < kRanks; ++rank) {
-    publication.rank = rank;
+    publication.ranks.rank = rank;
     jobs.push_back(
         {publication,
          detail::make_plan(
@@ -244,10 +249,10 @@ TEST_P(KilledReplacement, LeavesOneThatLoads) {
     if (!detail::path_exists(path)) { // between the calls that take the place of an exchange
       ++num_gaps;
       const auto left = folder / leftovers(folder).back();
-      EXPECT_EQ(loaded_generation(left / "old0"), last);
+      EXPECT_EQ(loaded_generation(left / "old"), last);
       // A later saver puts it back, and others if that one is killed as well.
       const auto now = detail::changed_at(left) + 100;
-      const auto tidy = [&] { detail::remove_leftovers(folder, "checkpoint.tmp-", now); };
+      const auto tidy = [&] { detail::remove_leftovers(folder, "checkpoint.fsdp-", now); };
       for (int step = 0; is_killed_at(step, tidy); ++step) {
       }
     }
@@ -259,7 +264,7 @@ TEST_P(KilledReplacement, LeavesOneThatLoads) {
   };
   for (int round = 0; round < 2; ++round) { // the second beside what the first has left
     for (int change = 0; replace(change); ++change) {
-      SCOPED_TRACE(change);
+      SCOPED_TRACE_OF(round, change);
       ASSERT_FALSE(HasFailure());
     }
   }
@@ -319,9 +324,9 @@ TEST(AsyncSave, IsFinishedBeforeTheProcessEnds) {
 TEST(KilledSave, TheOthersNameWhoIsMissing) {
   const auto path = temporary_folder() + "/checkpoint";
   auto jobs = jobs_of(1, path);
-  jobs[0].publication.timeout = std::chrono::milliseconds(100);
+  jobs[0].publication.ranks.timeout = std::chrono::milliseconds(100);
   const auto message = message_of<CheckpointError>([&] { detail::run_save(jobs[0]); });
-  EXPECT_TRUE(contains(message, "no word of ranks 1"));
+  EXPECT_TRUE(contains(message, "no word of rank 1"));
 }
 
 /// The calling process gets a disk of so many bytes there, which goes with it.
@@ -362,6 +367,7 @@ TEST(FullDisk, WhereverItEnds) {
       fill_disk(folder, left);
       std::atomic<int> num_failed_ranks{0};
       run_ranks(kRanks, [&](int) {
+        SCOPED_TRACE_OF(left);
         try {
           save(state_of(last + 1, kNumel), path);
         } catch (const CheckpointError& error) {
@@ -407,27 +413,41 @@ TEST(FullDisk, FailsOnAllRanksAndKeepsTheOldOne) {
 
 TEST(Leftovers, OfDeadSavesGoWhenTheyAreOld) {
   const auto folder = temporary_folder();
-  const auto path = folder + "/checkpoint";
   std::string dead;
   {
-    const auto jobs = jobs_of(1, path); // and nobody carries on
+    const auto jobs = jobs_of(1, folder + "/checkpoint_1"); // and nobody carries on
     dead = jobs[0].publication.folder().string();
   }
   const auto now = detail::changed_at(dead);
-  detail::remove_leftovers(folder, "checkpoint.tmp-", now + 10);
+  detail::remove_leftovers(folder, "checkpoint", now + 10);
   EXPECT_TRUE(detail::path_exists(dead)) << "too young";
-  detail::remove_leftovers(folder, "other.tmp-", now + 100);
+  detail::remove_leftovers(folder, "other", now + 100);
   EXPECT_TRUE(detail::path_exists(dead)) << "of another";
-  const auto alive = jobs_of(2, path);
-  detail::remove_leftovers(folder, "checkpoint.tmp-", now + 100);
+  const auto alive = jobs_of(2, folder + "/checkpoint_2");
+  detail::remove_leftovers(folder, "checkpoint", now + 100);
   EXPECT_FALSE(detail::path_exists(dead));
   EXPECT_TRUE(detail::path_exists(alive[0].publication.folder())) << "its lock is held";
+}
+
+TEST(SecondSaver, IsRefusedAndToldWhoSaves) {
+  const auto path = temporary_folder() + "/checkpoint";
+  save(state_of(1), path);
+  {
+    const auto first = jobs_of(2, path);
+    const auto message = message_of<CheckpointError>([&] { save(state_of(3), path); });
+    EXPECT_TRUE(contains(message, path + " is being saved already, by process "));
+    EXPECT_TRUE(contains(message, std::to_string(getpid())));
+    EXPECT_TRUE(detail::path_exists(first[0].publication.data())) << "the first goes on";
+  }
+  save(state_of(3), path); // the first one is dead now
+  EXPECT_EQ(loaded_generation(path), 3);
+  EXPECT_TRUE(leftovers(path + "/..").empty());
 }
 
 /// Of a series: they may be what fills the disk, and are of another step.
 TEST(Leftovers, OfDeadSavesGoBeforeTheNextIsWritten) {
   const detail::Path root = temporary_folder();
-  const auto dead = root / "step_00000001.tmp-000000000000000000000000";
+  const auto dead = root / "step_00000001.fsdp-saving";
   detail::make_folder(dead);
   set_file_text(dead / "lock", "");
   const timespec long_ago[2] = {{1'000'000'000, 0}, {1'000'000'000, 0}};
@@ -435,7 +455,7 @@ TEST(Leftovers, OfDeadSavesGoBeforeTheNextIsWritten) {
     ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), long_ago, 0), 0);
   }
   const ChangeHook hook([&](const char* operation, const detail::Path& path) {
-    if (std::string(operation) == "write") {
+    if (std::string(operation) == "write" && path.filename() != "lock") {
       EXPECT_FALSE(detail::path_exists(dead)) << path;
     }
   });

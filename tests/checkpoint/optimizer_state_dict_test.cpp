@@ -168,11 +168,11 @@ TEST(OptimizerStateDict, TiedParametersHaveOneName) {
 TEST(OptimizerStateDict, MovesBetweenNumbersOfRanks) {
   constexpr int kSteps = 3;
   for (const auto& [name, make] : all_optimizers()) {
-    SCOPED_TRACE(name);
     for (const int from : {1, 2, 4}) {
       StateDict model, optimizer_state;
       std::vector<double> expected;
-      run_ranks(from, [&, make = make](int rank) {
+      run_ranks(from, [&, name = name, make = make](int rank) {
+        SCOPED_TRACE(name);
         auto net = seeded<Stack>(5);
         shard_stack(net);
         auto optimizer = make(net->parameters());
@@ -194,9 +194,9 @@ TEST(OptimizerStateDict, MovesBetweenNumbersOfRanks) {
         }
       });
       for (const int to : {1, 2, 4}) {
-        SCOPED_TRACE(c10::str("from ", from, " to ", to));
         for (const bool broadcast : {true, false}) {
-          run_ranks(to, [&, make = make](int rank) {
+          run_ranks(to, [&, name = name, make = make](int rank) {
+            SCOPED_TRACE_OF(name, from, broadcast);
             auto net = unseeded<Stack>(5);
             shard_stack(net);
             auto optimizer = make(net->parameters());

@@ -83,6 +83,7 @@ TEST(OptimizerStateDict, ATransformerOfTwoAxesIsResumed) {
     };
     for (const bool sequence : {true, false}) {
       for (const bool reuse : {true, false}) {
+        SCOPED_TRACE_OF(sequence, reuse);
         auto net = make(sequence, false);
         torch::optim::AdamW optimizer(unique_parameters(*net), 1e-2);
         train_once(net, optimizer, 0);

@@ -153,15 +153,16 @@ TEST(PythonInterop, WeReadWhatPythonSaves) {
     const auto path = folder + "/" + name;
     const auto all = std::string(name).find("consolidated") == 0 ? floats : specs();
     for (const int ranks : {1, 2, 3}) {
-      SCOPED_TRACE(c10::str(name, " on ", ranks, " ranks"));
       run_ranks(ranks, [&](int) {
+        SCOPED_TRACE(name);
         auto state = make_state(all, false);
         load(state, path);
         expect_values(state, all);
       });
     }
+    SCOPED_TRACE(name);
     const auto report = verify_checkpoint(path);
-    EXPECT_TRUE(report.problems.empty()) << name << ": " << report.problems[0];
+    EXPECT_TRUE(report.problems.empty()) << report.problems[0];
     EXPECT_EQ(report.unchecked_bytes, report.bytes) << "files of others have no checksums";
     EXPECT_EQ(report.num_tensors, static_cast<int64_t>(all.size()));
   }

@@ -16,9 +16,9 @@ TEST_P(RoundTrip, ToAnyNumberOfRanksAndPlacements) {
   const auto path = temporary_folder() + "/checkpoint";
   save_samples(GetParam(), path, 5);
   for (const int ranks : {1, 2, 3, 4, 8}) {
-    SCOPED_TRACE(ranks);
     run_ranks(ranks, [&](int) {
       for (const auto& samples : {samples_1d(), resharded(samples_1d())}) {
+        SCOPED_TRACE(to_string(samples.front().placements));
         auto state = make_state(samples, world_mesh(), 0);
         load(state, path);
         expect_state(state, samples, 5);
@@ -229,6 +229,7 @@ TEST(SaveLoad, LargeTensorsHaveSeveralChecksums) {
   });
   run_ranks(3, [&](int) {
     for (const int64_t dim : {0, 1}) {
+      SCOPED_TRACE_OF(dim);
       StateDict state;
       state.insert("w", distribute_tensor(torch::zeros_like(big), world_mesh(), {Shard{dim}}));
       load(state, path);
@@ -271,6 +272,7 @@ TEST(SaveHf, RoundTrip) {
   EXPECT_EQ(detail::open_catalog(folder + "/many").find_tensor("flags")->dtype, at::kBool);
   for (const auto* name : {"/one", "/many", "/one/model.safetensors"}) {
     run_ranks(2, [&](int) {
+      SCOPED_TRACE(name);
       auto state = make_state(samples, world_mesh(), 0);
       state.set("step", int64_t{4}); // there is no place for it in these files
       load(state, folder + name, {.strict = false, .names = names});

@@ -35,6 +35,7 @@ TEST(ModelStateDict, TakesWholeTensorsOfOtherDtypes) {
 TEST(ModelStateDict, ReachesWhatIsGatheredOrBeingGathered) {
   run_ranks(2, [](int) {
     for (const bool async_op : {false, true}) {
+      SCOPED_TRACE_OF(async_op);
       auto net = seeded<MLP>(4);
       auto ones = seeded<MLP>(4);
       torch::NoGradGuard no_grad;
@@ -66,6 +67,7 @@ TEST(ModelStateDict, TakesDTensorsPlacedInAnotherWay) {
     auto by_dp = seeded<MLPStack>(6);
     shard(by_dp, {.mesh = line});
     for (auto* from : {&by_tp, &by_dp}) {
+      SCOPED_TRACE(from == &by_tp ? "by tp" : "by dp");
       auto net = unseeded<MLPStack>(6);
       parallelize(net, mesh["tp"]);
       shard(net, {.mesh = mesh["dp"]});
@@ -128,6 +130,7 @@ TEST(ModelStateDict, NamesWhatDoesNotFitAndChangesNothing) {
 TEST(ModelStateDict, OneRankThatFailsStopsAll) {
   for (const bool two_axes : {false, true}) {
     run_ranks(4, [&](int rank) {
+      SCOPED_TRACE_OF(two_axes);
       auto net = seeded<MLPStack>(4);
       if (two_axes) {
         const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
@@ -230,6 +233,7 @@ TEST(ModelStateDict, Rank0FillsAModelOnMeta) {
 TEST(ModelStateDict, OffloadedParametersOnMetaAreLoadedOneByOne) {
   run_ranks(2, [](int) {
     for (const bool pin_memory : {true, false}) {
+      SCOPED_TRACE_OF(pin_memory);
       auto net = on_meta<DoubleLinear>(4, true);
       const FullyShardOptions options{.offload_policy = CPUOffloadPolicy{.pin_memory = pin_memory}};
       fully_shard(net->lin1, options);

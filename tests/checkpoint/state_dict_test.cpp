@@ -121,6 +121,7 @@ TEST(ModelStateDict, SavesAndLoadsOnEveryLayout) {
 TEST(ModelStateDict, StaysAnAliasWhileTraining) {
   run_ranks(2, [](int) {
     for (const int64_t dim : {2, 3, 4, 5}) {
+      SCOPED_TRACE_OF(dim);
       auto net = seeded<Linear>(torch::nn::LinearOptions(dim, dim).bias(false));
       fully_shard(net, {.reshard_after_forward = true});
       optim::AdamW optimizer(net->parameters(), 1e-2);
@@ -152,6 +153,7 @@ TEST(ModelStateDict, OfTwoAxesIsThatOfTheUnsharded) {
   run_ranks(4, [](int) {
     const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     for (const int64_t dim : {4, 6, 8, 10}) {
+      SCOPED_TRACE_OF(dim);
       auto net = seeded<MLPStack>(dim);
       const auto original = plain_state(*net);
       parallelize(net, mesh["tp"]);
@@ -167,6 +169,7 @@ TEST(ModelStateDict, OfThreeAxes) {
   run_ranks(8, [](int) {
     const auto mesh = init_device_mesh(test_device(), {2, 2, 2}, {"replicas", "shards", "tp"});
     for (const int64_t dim : {4, 6, 8, 10}) {
+      SCOPED_TRACE_OF(dim);
       auto net = seeded<MLPStack>(dim);
       const auto original = plain_state(*net);
       parallelize(net, mesh["tp"]);

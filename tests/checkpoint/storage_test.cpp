@@ -32,6 +32,7 @@ TEST(Crc32c, KnownValues) {
   const std::string digits = "123456789";
   const std::string zeros(32, '\0');
   for (const auto& crc : {crc32c, crc32c_by_tables}) {
+    SCOPED_TRACE(crc == crc32c_by_tables ? "crc32c_by_tables" : "crc32c");
     EXPECT_EQ(crc("", 0, 0), 0u);
     EXPECT_EQ(crc(digits.data(), digits.size(), 0), 0xe3069283u);
     EXPECT_EQ(crc(zeros.data(), zeros.size(), 0), 0x8a9136aau);
@@ -41,6 +42,7 @@ TEST(Crc32c, KnownValues) {
 TEST(Crc32c, PartsAndBothWaysAgree) {
   const auto bytes = random_bytes(100'000);
   for (const size_t length : {0, 1, 7, 8, 23, 4096, 24576, 24577, 49152, 99000}) {
+    SCOPED_TRACE_OF(length);
     const auto whole = crc32c(bytes.data() + 1, length);
     EXPECT_EQ(whole, crc32c_by_tables(bytes.data() + 1, length));
     const auto first = crc32c(bytes.data() + 1, length / 3);
@@ -154,6 +156,7 @@ TEST(Box, RunsCopyTheBox) {
   const std::vector<Box> boxes{
       {{1, 2, 3}, {2, 2, 2}}, {{0, 1, 0}, {3, 3, 6}}, {{2, 0, 0}, {1, 5, 6}}};
   for (const auto& box : boxes) {
+    SCOPED_TRACE_OF(box.offsets, box.sizes);
     auto copy = torch::zeros(box.sizes, torch::kLong);
     for_each_run(box, {{0, 0, 0}, {4, 5, 6}}, {box.offsets, box.sizes}, [&](const CopyRun& run) {
       copy.view(-1)
