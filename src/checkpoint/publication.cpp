@@ -261,15 +261,19 @@ void prepare(Publication& publication) {
     remove_tree(folder / "old");
     make_folder(publication.data());
   } catch (const CheckpointError&) {
-    quietly([&] { remove_folder(folder, publication.target); });
+    discard(publication);
     throw;
   }
+}
+
+void discard(const Publication& publication) {
+  quietly([&] { remove_folder(publication.folder(), publication.target); });
 }
 
 void give_up(const Publication& publication, const std::string& reason) {
   reports_of(publication).failed(reason);
   if (publication.ranks.rank == 0) {
-    quietly([&] { remove_folder(publication.folder(), publication.target); });
+    discard(publication);
   }
 }
 
@@ -310,7 +314,7 @@ void publish(const Publication& publication, const PublicationSteps& steps) {
     FSDP_THROW(CheckpointError, reason);
   }
   if (rank == 0) {
-    quietly([&] { remove_folder(folder, publication.target); });
+    discard(publication); // with the old checkpoint
   }
 }
 

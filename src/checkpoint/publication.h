@@ -70,6 +70,9 @@ struct PublicationSteps {
 /// Does this rank's part of a save. Throws CheckpointError on all ranks if one of them fails.
 void publish(const Publication& publication, const PublicationSteps& steps);
 
+/// Rank 0: removes the folder of a save of which the other ranks do not know yet.
+void discard(const Publication& publication);
+
 /// Instead of `publish`: tells the other ranks that this one does not take part, and why.
 void give_up(const Publication& publication, const std::string& reason);
 

@@ -197,8 +197,8 @@ SaveJob begin_save(
   } catch (...) {
     if (agreed) { // the other ranks may not have failed, and may be waiting
       give_up(publication, c10::str("rank ", world.rank, ": ", current_exception_text()));
-    } else if (publication.lock) { // rank 0 alone knows of the folder
-      give_up(publication, "");
+    } else if (publication.lock) {
+      discard(publication);
     }
     throw;
   }
