@@ -23,10 +23,10 @@ if(FSDP_NCCL STREQUAL "ON" AND NOT use_nccl)
 endif()
 
 if(use_nccl)
-  target_sources(fsdp_objects PRIVATE process_group/nccl_backend.cpp)
+  target_sources(fsdp_objects PRIVATE process_group/nccl/nccl_backend.cpp)
   set_source_files_properties(
-    process_group/nccl_backend.cpp PROPERTIES INCLUDE_DIRECTORIES "${FSDP_NCCL_INCLUDE}")
+    process_group/nccl/nccl_backend.cpp PROPERTIES INCLUDE_DIRECTORIES "${FSDP_NCCL_INCLUDE}")
 else()
-  target_sources(fsdp_objects PRIVATE process_group/no_nccl.cpp)
+  target_sources(fsdp_objects PRIVATE process_group/nccl/no_nccl.cpp)
 endif()
 message(STATUS "nccl backend: ${use_nccl}")

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "process_group/socket.h"
+#include "base/fd.h"
 
 namespace fsdp::detail {
 

@@ -2,10 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <fsdp/memory.h>
 #include <fsdp/policy.h>
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,6 +12,7 @@
 #include "collective/comm.h"
 #include "collective/gather.h"
 #include "group/flat_layout.h"
+#include "observe/live_memory.h"
 #include "param/freeable_buffer.h"
 #include "param/fsdp_param.h"
 
@@ -28,9 +27,6 @@ struct ParamSpec {
 
 /// Throws what making a group of the parameter would throw, before anything is changed.
 void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh);
-
-/// Is told of a tensor, and in which member of MemoryStats it counts.
-using MemoryVisitor = std::function<void(int64_t MemoryStats::*, const at::Tensor&)>;
 
 /// The parameters of one group and their memory: a flat buffer of shards, a flat buffer of whole
 /// parameters that can be freed, and the copies between them. It knows nothing of when: the group

@@ -23,18 +23,6 @@ struct GroupPolicy {
   bool from_first_replica = false; // replicas take over its values in the first forward
 };
 
-/// While it lives, memory_stats looks at the group, on the rank that made it.
-class LiveGroup {
- public:
-  explicit LiveGroup(const FSDPParamGroup& group);
-  ~LiveGroup();
-  LiveGroup(const LiveGroup&) = delete;
-  LiveGroup& operator=(const LiveGroup&) = delete;
-
- private:
-  const FSDPParamGroup& group_;
-};
-
 /// Why a group is unsharded, or waited for.
 enum class UnshardFor : std::uint8_t {
   Forward,
@@ -173,7 +161,8 @@ class FSDPParamGroup {
   std::optional<Gathered> gather_;             // exactly while Gathering
   UnshardFor gathered_for_ = UnshardFor::User; // of the gather that was started last
   bool whole_before_forward_ = false;          // before the forward that is running
-  const LiveGroup live_{*this};                // last, so that it ends first
+  // Last, so that it ends first.
+  const LiveMemory live_{[this](const MemoryVisitor& visit) { visit_memory(visit); }};
 };
 
 } // namespace fsdp::detail

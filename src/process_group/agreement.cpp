@@ -7,8 +7,8 @@
 
 #include "base/check.h"
 #include "base/text.h"
+#include "launch/launch_env.h"
 #include "process_group/c10d_adapter.h"
-#include "process_group/launch_env.h"
 
 namespace fsdp::detail {
 

@@ -3,13 +3,13 @@
 #include <utility>
 
 #include "base/check.h"
-#include "process_group/fake_backend.h"
-#include "process_group/gloo_backend.h"
-#include "process_group/launch_env.h"
-#include "process_group/nccl_backend.h"
+#include "launch/launch_env.h"
+#include "launch/rendezvous.h"
+#include "process_group/fake/fake_backend.h"
+#include "process_group/gloo/gloo_backend.h"
+#include "process_group/nccl/nccl_backend.h"
 #include "process_group/rank_context.h"
-#include "process_group/rendezvous.h"
-#include "process_group/thread_rank.h"
+#include "process_group/threads/thread_rank.h"
 
 namespace fsdp {
 

@@ -7,7 +7,7 @@
 
 #include <fsdp/distributed.h>
 
-#include "process_group/liveness.h"
+#include "launch/liveness.h"
 #include "process_group/rank_context.h"
 #include "runtime/stream.h"
 

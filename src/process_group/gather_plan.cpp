@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "base/check.h"
+#include "launch/launch_env.h"
 #include "process_group/c10d_adapter.h"
-#include "process_group/launch_env.h"
 
 namespace fsdp::detail {
 

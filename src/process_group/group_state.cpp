@@ -5,7 +5,7 @@
 
 #include "base/check.h"
 #include "base/text.h"
-#include "process_group/fake_backend.h"
+#include "process_group/fake/fake_backend.h"
 
 namespace fsdp::detail {
 

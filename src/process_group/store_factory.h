@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "launch/rendezvous.h"
 #include "process_group/group_state.h"
-#include "process_group/rendezvous.h"
 
 namespace fsdp::detail {
 

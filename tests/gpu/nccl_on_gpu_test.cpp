@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <thread>
 
-#include "process_group/nccl_backend.h"
+#include "process_group/nccl/nccl_backend.h"
 #include "support/collective_checks.h"
 #include "support/gpu.h"
 #include "support/processes.h"

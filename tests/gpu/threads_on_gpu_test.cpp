@@ -2,7 +2,7 @@
 #include <fsdp/distributed.h>
 #include <torch/torch.h>
 
-#include "process_group/fake_backend.h"
+#include "process_group/fake/fake_backend.h"
 #include "support/collective_checks.h"
 #include "support/gpu.h"
 

@@ -7,7 +7,7 @@
 
 #include <thread>
 
-#include "process_group/thread_world.h"
+#include "process_group/threads/thread_world.h"
 #include "support/collective_checks.h"
 
 namespace fsdp {

@@ -1,0 +1,202 @@
+#include "launch/launch_env.h"
+
+#include <fsdp/launch.h>
+
+#include <cstdlib>
+#include <numeric>
+
+#include "base/check.h"
+#include "base/text.h"
+#include "launch/socket.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+// torch's default port, and above it the range of the ports that derived_port returns.
+constexpr int kDefaultPort = 29500;
+constexpr int kFirstDerivedPort = 29501;
+constexpr int kNumDerivedPorts = 3000; // the range ends below the kernel's ephemeral ports
+
+class Reader {
+ public:
+  explicit Reader(const GetEnv& get) : get_(get) {}
+
+  bool has(const std::string& name) const {
+    return get_(name).has_value();
+  }
+  std::string text(const std::string& name, const std::string& otherwise = "") const {
+    return get_(name).value_or(otherwise);
+  }
+  int number(const std::string& name) const {
+    const auto value = get_(name);
+    FSDP_CHECK_AS(
+        ConfigError, value, "environment variable ", name, " is missing; it comes with ", because_);
+    return static_cast<int>(parse_int(*value, "environment variable " + name));
+  }
+  int number(const std::string& name, int otherwise) const {
+    return has(name) ? number(name) : otherwise;
+  }
+  /// Names the variable that made us expect the others, for messages about missing ones.
+  void expect_because(const std::string& name) {
+    because_ = name;
+  }
+
+ private:
+  const GetEnv& get_;
+  std::string because_;
+};
+
+// The same port for all ranks of a job, and most likely another port for another
+// job on the same host.
+int derived_port(const std::string& job) {
+  uint32_t hash = 2166136261u; // FNV-1a gives the same value in every process
+  for (const char c : job) {
+    hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
+  }
+  return kFirstDerivedPort + static_cast<int>(hash % kNumDerivedPorts);
+}
+
+LaunchEnv read_torchrun(Reader& env) {
+  env.expect_because(env.has("RANK") ? "RANK" : "WORLD_SIZE");
+  LaunchEnv launch{.launcher = "torchrun or fsdp run"};
+  launch.rank = env.number("RANK");
+  launch.world_size = env.number("WORLD_SIZE");
+  launch.local_rank = env.number("LOCAL_RANK", 0);
+  launch.local_world_size = env.number("LOCAL_WORLD_SIZE", 0);
+  launch.agent_store = env.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  launch.attempt = env.number("TORCHELASTIC_RESTART_COUNT", 0);
+  return launch;
+}
+
+LaunchEnv read_slurm(Reader& env) {
+  env.expect_because("SLURM_STEP_ID");
+  LaunchEnv launch{.launcher = "Slurm"};
+  launch.rank = env.number("SLURM_PROCID");
+  launch.world_size = env.has("SLURM_STEP_NUM_TASKS") ? env.number("SLURM_STEP_NUM_TASKS")
+                                                      : env.number("SLURM_NTASKS");
+  launch.local_rank = env.number("SLURM_LOCALID", 0);
+  const int nodes = env.number("SLURM_STEP_NUM_NODES", env.number("SLURM_NNODES", 0));
+  if (nodes == 1) {
+    launch.local_world_size = launch.world_size;
+  } else {
+    launch.master_addr =
+        first_slurm_host(env.text("SLURM_STEP_NODELIST", env.text("SLURM_JOB_NODELIST")));
+  }
+  launch.master_port = derived_port(env.text("SLURM_JOB_ID") + "." + env.text("SLURM_STEP_ID"));
+  return launch;
+}
+
+LaunchEnv read_open_mpi(Reader& env) {
+  env.expect_because("OMPI_COMM_WORLD_SIZE");
+  LaunchEnv launch{.launcher = "Open MPI"};
+  launch.rank = env.number("OMPI_COMM_WORLD_RANK");
+  launch.world_size = env.number("OMPI_COMM_WORLD_SIZE");
+  launch.local_rank = env.number("OMPI_COMM_WORLD_LOCAL_RANK", 0);
+  launch.local_world_size = env.number("OMPI_COMM_WORLD_LOCAL_SIZE", 0);
+  const auto job = env.text("PMIX_NAMESPACE", env.text("OMPI_MCA_ess_base_jobid"));
+  if (!job.empty()) {
+    launch.master_port = derived_port(job);
+  }
+  return launch;
+}
+
+LaunchEnv read_pmi(Reader& env) {
+  env.expect_because("PMI_SIZE");
+  LaunchEnv launch{.launcher = "a PMI launcher"};
+  launch.rank = env.number("PMI_RANK");
+  launch.world_size = env.number("PMI_SIZE");
+  launch.local_rank = env.number("MPI_LOCALRANKID", 0);
+  launch.local_world_size = env.number("MPI_LOCALNRANKS", 0);
+  return launch;
+}
+
+using ReadLauncher = LaunchEnv (*)(Reader& env);
+
+/// Returns the reader for the launcher that started this process, or null.
+ReadLauncher find_launcher(const Reader& env) {
+  if (env.has("RANK") || env.has("WORLD_SIZE")) {
+    return read_torchrun;
+  }
+  // SLURM_PROCID alone is not enough: a batch script has it too, and a process
+  // that it starts without srun is a world of its own.
+  if (env.has("SLURM_STEP_ID") && env.has("SLURM_PROCID")) {
+    return read_slurm;
+  }
+  if (env.has("OMPI_COMM_WORLD_SIZE")) {
+    return read_open_mpi;
+  }
+  if (env.has("PMI_SIZE")) {
+    return read_pmi;
+  }
+  return nullptr;
+}
+
+} // namespace
+
+bool LaunchEnv::one_machine() const {
+  return world_size == 1 || local_world_size == world_size || is_loopback(master_addr);
+}
+
+std::optional<std::string> process_env(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  return value && *value ? std::optional<std::string>(value) : std::nullopt;
+}
+
+LaunchEnv read_launch_env(const GetEnv& get) {
+  Reader env(get);
+  const auto read = find_launcher(env);
+  auto launch = read ? read(env) : LaunchEnv();
+  launch.master_addr = env.text("MASTER_ADDR", launch.master_addr);
+  launch.master_port = env.number("MASTER_PORT", launch.master_port);
+  check_place(launch.launcher, launch.rank, launch.world_size);
+  return launch;
+}
+
+void check_place(const std::string& who, int rank, int world_size) {
+  FSDP_CHECK_AS(
+      ConfigError, world_size >= 1 && rank >= 0 && rank < world_size, who, ": rank ", rank, " of ",
+      world_size, ": ranks count from 0 and end below the world size");
+}
+
+void require_master(LaunchEnv& launch) {
+  if (launch.master_addr.empty() && launch.local_world_size == launch.world_size) {
+    launch.master_addr = "127.0.0.1";
+  }
+  FSDP_CHECK_AS(
+      ConfigError, !launch.master_addr.empty(), launch.launcher, ": ", launch.world_size,
+      " ranks, but nobody says where rank 0 runs; set MASTER_ADDR to its host on every rank");
+  FSDP_CHECK_AS(
+      ConfigError,
+      launch.local_world_size == 0 || launch.local_world_size >= launch.world_size ||
+          !is_loopback(launch.master_addr),
+      "MASTER_ADDR=", launch.master_addr, " is a loopback address, but only ",
+      launch.local_world_size, " of the ", launch.world_size,
+      " ranks run on this machine; set it to an address that the other machines reach");
+  if (launch.master_port == 0) {
+    launch.master_port = kDefaultPort;
+  }
+}
+
+std::string first_slurm_host(const std::string& node_list) {
+  const auto end = node_list.find_first_of(",[");
+  if (end == std::string::npos || node_list[end] == ',') {
+    return node_list.substr(0, end);
+  }
+  const auto prefix = node_list.substr(0, end);
+  const auto number_end = node_list.find_first_of(",-]", end + 1);
+  FSDP_CHECK_AS(
+      ConfigError, number_end != std::string::npos, "SLURM_JOB_NODELIST is '", node_list,
+      "', whose first host cannot be read; set MASTER_ADDR");
+  const auto suffix_start = node_list.find(']', end);
+  const auto suffix_end = node_list.find(',', suffix_start);
+  return prefix + node_list.substr(end + 1, number_end - end - 1) +
+         node_list.substr(suffix_start + 1, suffix_end - suffix_start - 1);
+}
+
+} // namespace fsdp::detail
+
+bool fsdp::is_launched() {
+  const detail::GetEnv get = detail::process_env;
+  return detail::find_launcher(detail::Reader(get)) != nullptr;
+}

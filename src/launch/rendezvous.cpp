@@ -1,0 +1,246 @@
+#include "launch/rendezvous.h"
+
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <thread>
+
+#include "base/check.h"
+#include "base/text.h"
+#include "launch/socket.h"
+#include "launch/tcp_store.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+/// How long the result of a rendezvous may take to reach every rank on a busy machine.
+constexpr auto kPatience = std::chrono::seconds(5);
+
+c10::intrusive_ptr<c10d::Store> file_store(const std::string& url, int world_size) {
+  const auto path = url.substr(std::string("file://").size());
+  FSDP_CHECK_AS(
+      ConfigError, !path.empty() && path.front() == '/', "init_method '", url,
+      "' must be file:// and an absolute path");
+  const auto folder = std::filesystem::path(path).parent_path();
+  FSDP_CHECK_AS(
+      ConfigError, std::filesystem::is_directory(folder), "init_method '", url,
+      "': there is no folder ", folder.string());
+  return c10::make_intrusive<c10d::FileStore>(path, world_size);
+}
+
+/// Equal for two ranks if and only if both have the same loopback interface: the
+/// same boot of the same machine, and the same network namespace.
+std::string machine_id() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  std::error_code error;
+  const auto network = std::filesystem::read_symlink("/proc/self/ns/net", error);
+  return boot + network.string();
+}
+
+/// An all-gather of strings through the store. Rank 0 collects the values, so that
+/// the ranks read O(ranks) keys and not O(ranks^2). Rank 0 calls `check`, which
+/// returns what is wrong with a rank's value, or "". At the first error the
+/// exchange ends on all ranks.
+class Exchange {
+ public:
+  Exchange(c10d::Store& store, int rank, int world_size, milliseconds timeout)
+      : store_(store), rank_(rank), world_size_(world_size), deadline_(Clock::now() + timeout) {}
+
+  using Check = std::function<std::string(int rank, const std::string& value)>;
+
+  std::vector<std::string> operator()(
+      const std::string& topic, const std::string& value, const Check& check) {
+    if (rank_ == 0) {
+      collect(topic, value, check);
+    } else {
+      store_.set(key(topic, rank_), value);
+    }
+    const auto result = topic + "/all";
+    // Waits longer than rank 0, which reports at the deadline which ranks are missing.
+    FSDP_CHECK_AS(
+        CommError, appears_before(result, deadline_ + kPatience), "rank ", rank_,
+        " reached the store, but rank 0 did not answer in time: is it running?");
+    auto values = split(store_.get_to_str(result), '\n');
+    if (values.front() == "error") {
+      store_.add(topic + "/told", 1);
+      FSDP_THROW(CommError, values.back());
+    }
+    return values;
+  }
+
+ private:
+  static std::string key(const std::string& topic, int rank) {
+    return topic + "/" + std::to_string(rank);
+  }
+
+  bool appears_before(const std::string& key, Clock::time_point end) {
+    while (Clock::now() < end) {
+      if (store_.check({key})) {
+        return true;
+      }
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+    return false;
+  }
+
+  void collect(const std::string& topic, const std::string& value, const Check& check) {
+    std::vector<std::string> values(world_size_);
+    values[0] = value;
+    std::vector<int> missing;
+    for (int rank = 1; rank < world_size_; ++rank) {
+      missing.push_back(rank);
+    }
+    int64_t num_arrived = 0;
+    while (!missing.empty()) {
+      const auto arrived = [&](int rank) {
+        if (!store_.check({key(topic, rank)})) {
+          return false;
+        }
+        ++num_arrived;
+        values[rank] = store_.get_to_str(key(topic, rank));
+        const auto error = check(rank, values[rank]);
+        if (!error.empty()) {
+          end_for_all(topic, error, num_arrived);
+        }
+        return true;
+      };
+      missing.erase(std::remove_if(missing.begin(), missing.end(), arrived), missing.end());
+      if (!missing.empty() && Clock::now() >= deadline_) {
+        end_for_all(
+            topic,
+            c10::str(
+                "rank ", join(missing), " of ", world_size_,
+                " did not arrive in time; the others did"),
+            num_arrived);
+      }
+      if (!missing.empty()) {
+        std::this_thread::sleep_for(milliseconds(5));
+      }
+    }
+    store_.set(topic + "/all", join(values, "\n"));
+  }
+
+  /// Gives the error to the ranks that have arrived and waits a while until they
+  /// have read it, because the store may end with this process. Then throws it.
+  [[noreturn]] void end_for_all(
+      const std::string& topic, const std::string& error, int64_t num_arrived) {
+    store_.set(topic + "/all", "error\n" + error);
+    const auto patience = Clock::now() + kPatience;
+    while (store_.add(topic + "/told", 0) < num_arrived && Clock::now() < patience) {
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+    FSDP_THROW(CommError, error);
+  }
+
+  c10d::Store& store_;
+  const int rank_;
+  const int world_size_;
+  const Clock::time_point deadline_;
+};
+
+void claim_rank(c10d::Store& store, int rank, const std::string& init_method) {
+  FSDP_CHECK_AS(
+      CommError, store.add("claim/" + std::to_string(rank), 1) == 1, "rank ", rank,
+      " is taken: two processes were started with it",
+      init_method.rfind("file://", 0) == 0
+          ? ", or " + init_method + " is left over from an earlier run and must be removed"
+          : "");
+}
+
+/// Checks that all ranks have arrived and agree on world size and backend. Gives
+/// `met` a store for this world only, this rank's address and the liveness check.
+void agree(
+    Rendezvous& met,
+    const InitOptions& options,
+    const std::string& backend,
+    const LaunchEnv& launch,
+    const std::string& master_host) {
+  // Counts the worlds of this process, which may leave one and join another over
+  // the same store.
+  static std::atomic<int> generation{0};
+  met.store = c10::make_intrusive<c10d::PrefixStore>(
+      c10::str("fsdp/", launch.attempt, "/", generation++), met.store);
+  met.store->setTimeout(options.timeout);
+  claim_rank(*met.store, met.rank, options.init_method);
+
+  const auto agreed = c10::str("world size ", met.world_size, ", backend ", backend);
+  Exchange exchange(*met.store, met.rank, met.world_size, options.timeout);
+  const auto disagreement = [&](int rank, const std::string& value) -> std::string {
+    const auto theirs = split(value, '|').front();
+    return theirs == agreed
+               ? ""
+               : c10::str(
+                     "the ranks disagree: rank 0 has ", agreed, ", rank ", rank, " has ", theirs);
+  };
+  const auto machines = exchange("hello", agreed + "|" + machine_id(), disagreement);
+  const auto rank0 = split(machines[0], '|').front();
+  FSDP_CHECK_AS(
+      CommError, rank0 == agreed, "the ranks disagree: rank 0 has ", rank0, ", rank ", met.rank,
+      " has ", agreed);
+
+  const bool one_machine = std::all_of(
+      machines.begin(), machines.end(), [&](const auto& m) { return m == machines[0]; });
+  met.address = one_machine ? "127.0.0.1" : address_for_peers(master_host);
+  met.liveness = std::make_shared<Liveness>(met.address);
+  met.liveness->set_peers(
+      exchange("alive", met.liveness->endpoint(), [](int, const std::string&) { return ""; }));
+}
+
+} // namespace
+
+Rendezvous meet(const InitOptions& options, const std::string& backend, const LaunchEnv& launch) {
+  Rendezvous met;
+  met.rank = options.rank >= 0 ? options.rank : launch.rank;
+  met.world_size = options.world_size >= 0 ? options.world_size : launch.world_size;
+  met.local_rank = launch.local_rank;
+  check_place("backend " + backend, met.rank, met.world_size);
+  if (met.world_size == 1) {
+    return met;
+  }
+
+  Endpoint master;
+  c10::intrusive_ptr<c10d::Store> store;
+  const auto tcp_store = [&](bool serve, bool one_machine) {
+    return serve ? serve_store(master, one_machine) : connect_store(master, options.timeout);
+  };
+  const auto& method = options.init_method;
+  if (method.rfind("tcp://", 0) == 0) {
+    master = parse_endpoint(method.substr(std::string("tcp://").size()), "init_method tcp://");
+    store = tcp_store(met.rank == 0, is_loopback(master.host));
+  } else if (method.rfind("file://", 0) == 0) {
+    store = file_store(method, met.world_size);
+  } else {
+    FSDP_CHECK_AS(
+        ConfigError, method == "env://", "init_method '", method,
+        "' is none of env://, tcp://host:port, file:///path");
+    auto place = launch;
+    place.world_size = met.world_size; // the options may override the launcher's
+    require_master(place);
+    master = {place.master_addr, static_cast<uint16_t>(place.master_port)};
+    store = tcp_store(met.rank == 0 && !place.agent_store, place.one_machine());
+  }
+
+  met.store = std::move(store);
+  try {
+    agree(met, options, backend, launch, master.host);
+  } catch (const CommError&) {
+    throw;
+  } catch (...) {
+    FSDP_THROW(
+        CommError, "rank ", met.rank, " lost the store while the ranks met: has rank 0 ended? (",
+        current_exception_text(), ")");
+  }
+  return met;
+}
+
+} // namespace fsdp::detail

@@ -1,0 +1,91 @@
+#include "launch/tcp_store.h"
+
+#include <signal.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "base/check.h"
+#include "base/text.h"
+#include "launch/socket.h"
+
+namespace fsdp::detail {
+
+namespace {
+
+constexpr const char* kLoopback = "127.0.0.1";
+
+// c10d writes to the store's socket without MSG_NOSIGNAL, so the end of the server
+// would kill its clients by SIGPIPE. (In Python the interpreter ignores the signal.)
+void ignore_broken_pipes() {
+  struct sigaction current{};
+  if (sigaction(SIGPIPE, nullptr, &current) == 0 && current.sa_handler == SIG_DFL) {
+    signal(SIGPIPE, SIG_IGN);
+  }
+}
+
+} // namespace
+
+Endpoint parse_endpoint(const std::string& text, const std::string& what) {
+  const auto colon = text.rfind(':');
+  FSDP_CHECK_AS(
+      ConfigError, colon != std::string::npos && colon > 0, what, " '", text,
+      "' must be host:port");
+  const auto port = parse_int(text.substr(colon + 1), "the port of " + what + " '" + text + "'");
+  FSDP_CHECK_AS(
+      ConfigError, port > 0 && port < 65536, what, " '", text, "': ", port, " is not a port");
+  auto host = text.substr(0, colon);
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
+    host = host.substr(1, host.size() - 2);
+  }
+  return {host, static_cast<uint16_t>(port)};
+}
+
+c10::intrusive_ptr<c10d::Store> serve_store(Endpoint& endpoint, bool one_machine) {
+  // Kept to the end of the process. Otherwise a rank that joins its next world could
+  // reach the last world's store while that ends.
+  static std::mutex mutex;
+  static std::map<std::pair<uint16_t, bool>, c10::intrusive_ptr<c10d::Store>> served;
+  std::lock_guard lock(mutex);
+  ignore_broken_pipes();
+  if (one_machine) {
+    endpoint.host = kLoopback;
+  }
+  if (const auto found = served.find({endpoint.port, one_machine}); found != served.end()) {
+    return found->second;
+  }
+  auto listener = listen_on(one_machine ? kLoopback : "", endpoint.port);
+  endpoint.port = listener.port;
+  c10d::TCPStoreOptions options;
+  options.port = listener.port;
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.masterListenFd = listener.fd.get();
+  auto store = c10::make_intrusive<c10d::TCPStore>(kLoopback, options);
+  listener.fd.release(); // the store closes the socket
+  served[{endpoint.port, one_machine}] = store;
+  return store;
+}
+
+c10::intrusive_ptr<c10d::Store> connect_store(
+    const Endpoint& endpoint, std::chrono::milliseconds timeout) {
+  ignore_broken_pipes();
+  c10d::TCPStoreOptions options;
+  options.port = endpoint.port;
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  try {
+    // A store on the loopback address listens on IPv4 only.
+    return c10::make_intrusive<c10d::TCPStore>(
+        is_loopback(endpoint.host) ? kLoopback : endpoint.host, options);
+  } catch (...) {
+    FSDP_THROW(
+        CommError, "no store answers at ", endpoint.host, ":", endpoint.port, " within ",
+        timeout.count(), " ms: is rank 0 running, and is this its address? (",
+        current_exception_text(), ")");
+  }
+}
+
+} // namespace fsdp::detail
