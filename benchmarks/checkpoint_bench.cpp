@@ -55,9 +55,10 @@ struct Options {
 };
 
 /// The ranks of one side: processes that read commands and answer each with a line.
-class Side {
+class RankProcesses {
  public:
-  Side(std::vector<std::string> words, const Options& options, const std::string& rendezvous)
+  RankProcesses(
+      std::vector<std::string> words, const Options& options, const std::string& rendezvous)
       : name_(words[0]) {
     for (int rank = 0; rank < options.ranks; ++rank) {
       auto mine = words;
@@ -80,13 +81,13 @@ class Side {
     }
   }
 
-  ~Side() {
+  ~RankProcesses() {
     for (auto& rank : ranks_) {
-      rank->hang_up();
+      rank->close_input();
     }
   }
-  Side(const Side&) = delete;
-  Side& operator=(const Side&) = delete;
+  RankProcesses(const RankProcesses&) = delete;
+  RankProcesses& operator=(const RankProcesses&) = delete;
 
   bool is_there() const {
     return is_there_;
@@ -159,7 +160,11 @@ class TemporaryFolder {
   std::string path_;
 };
 
-Result measure(const Options& options, const TemporaryFolder& folder, Side& ours, Side* dcp) {
+Result measure(
+    const Options& options,
+    const TemporaryFolder& folder,
+    RankProcesses& ours,
+    RankProcesses* dcp) {
   Result result;
   for (int round = 0; round < options.rounds; ++round) {
     for (const std::string command : kCommands) {
@@ -215,9 +220,9 @@ int run(int argc, char** argv) {
   }
 
   const TemporaryFolder folder(options.folder);
-  Side ours({"/proc/self/exe"}, options, folder / "rendezvous_ours");
+  RankProcesses ours({"/proc/self/exe"}, options, folder / "rendezvous_ours");
   TORCH_CHECK(ours.is_there(), "our own processes did not start");
-  auto dcp = std::make_unique<Side>(
+  auto dcp = std::make_unique<RankProcesses>(
       std::vector<std::string>{options.python, options.script, "--width", std::to_string(kWidth)},
       options, folder / "rendezvous_dcp");
   if (!dcp->is_there()) {

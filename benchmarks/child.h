@@ -67,7 +67,7 @@ class Child {
   }
 
   ~Child() {
-    hang_up();
+    close_input();
     waitpid(pid_, nullptr, 0);
     fclose(answers_);
   }
@@ -76,7 +76,7 @@ class Child {
 
   /// Closes the child's input, so that the child ends. Called for all children before
   /// the first destructor waits, it lets them end together.
-  void hang_up() {
+  void close_input() {
     if (commands_) {
       fclose(std::exchange(commands_, nullptr));
     }

@@ -69,9 +69,9 @@ constexpr int kWorldSize = 8;
 
 // ------------------------------------------------------------ The C++ side, in a child
 
-class Side {
+class ModelUnderTest {
  public:
-  Side(const Case& which, bool sharded) : net_(which.model) {
+  ModelUnderTest(const Case& which, bool sharded) : net_(which.model) {
     bench::fill_parameters(*net_);
     for (const auto& param : net_->parameters()) {
       numel_ += param.numel();
@@ -178,7 +178,7 @@ class Side {
 /// Understands the same commands as gpu.py, and answers in the same way.
 int serve(const Case& which, bool sharded) {
   fsdp::init_process_group({.backend = "fake", .rank = 0, .world_size = kWorldSize});
-  Side side(which, sharded);
+  ModelUnderTest side(which, sharded);
   std::cout << side.hello() << std::endl;
   std::string line;
   while (std::getline(std::cin, line)) {
@@ -209,15 +209,15 @@ struct Options {
 };
 
 /// The four forms, by letter. `seconds` are per step, without and with the optimizer, by round.
-struct Forms {
+struct FormResults {
   std::map<char, std::unique_ptr<bench::Child>> children;
   std::map<char, json> hello;
   std::map<char, std::array<std::vector<double>, 2>> seconds;
   std::map<char, double> memory;
 };
 
-Forms start(const Case& which, const std::string& self, const Options& options) {
-  Forms forms;
+FormResults start(const Case& which, const std::string& self, const Options& options) {
+  FormResults forms;
   for (const char form : std::string("abcd")) {
     const bool sharded = form == 'b' || form == 'd';
     std::vector<std::string> words;
@@ -253,7 +253,7 @@ bool close_to(double x, double y, double tolerance) {
 }
 
 /// Throws if C++ and Python differ in parameters, groups, loss, gradients or collectives.
-void check(Forms& forms, const Case& which) {
+void check(FormResults& forms, const Case& which) {
   std::map<char, json> found;
   for (auto& [form, child] : forms.children) {
     found[form] = json::parse(child->ask("check"));
@@ -296,7 +296,7 @@ void check(Forms& forms, const Case& which) {
       found['a']["loss"].get<double>(), found['b']["loss"].get<double>());
 }
 
-void measure(Forms& forms, const Options& options) {
+void measure(FormResults& forms, const Options& options) {
   for (auto& [form, child] : forms.children) {
     forms.memory[form] = std::stod(child->ask("memory"));
   }
@@ -319,7 +319,7 @@ void measure(Forms& forms, const Options& options) {
 
 class Report {
  public:
-  Report(const Forms& forms, size_t rounds) : forms_(forms), rounds_(rounds) {}
+  Report(const FormResults& forms, size_t rounds) : forms_(forms), rounds_(rounds) {}
 
   void print_times() const {
     printf(
@@ -362,7 +362,7 @@ class Report {
   }
 
  private:
-  const Forms& forms_;
+  const FormResults& forms_;
   const size_t rounds_;
 };
 

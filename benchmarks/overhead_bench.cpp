@@ -55,7 +55,7 @@ bool close_to(double x, double y, double tolerance) {
 std::vector<std::string> check_all(
     const Options& options, Model& plain, Model& sharded, Python* python) {
   const double tolerance = options.is_bf16() ? 1e-2 : 1e-4;
-  std::vector<std::string> said;
+  std::vector<std::string> findings;
   const auto groups = sharded.groups();
   const auto a = plain.check();
   const auto b = sharded.check();
@@ -63,11 +63,11 @@ std::vector<std::string> check_all(
     TORCH_CHECK(
         gathers == 2 * groups && reductions == groups, whose, " side ran ", gathers,
         " all-gathers and ", reductions, " reduce-scatters in a step of ", groups, " groups");
-    said.push_back(c10::str(whose, " side ran 2 all-gathers and 1 reduce-scatter per group"));
+    findings.push_back(c10::str(whose, " side ran 2 all-gathers and 1 reduce-scatter per group"));
   };
   compare_counts("the C++", b.all_gathers, b.reduce_scatters);
   if (!python) {
-    return said;
+    return findings;
   }
   TORCH_CHECK(
       python->hello()["parameters"] == json(plain.shapes()) && plain.shapes() == sharded.shapes(),
@@ -75,7 +75,7 @@ std::vector<std::string> check_all(
   TORCH_CHECK(
       python->hello()["groups"] == groups, "Python has ", python->hello()["groups"].dump(),
       " groups, C++ ", groups);
-  said.push_back("same parameters by name and shape, same groups");
+  findings.push_back("same parameters by name and shape, same groups");
   const auto answer = python->check();
   compare_counts(
       "the Python", answer["fsdp"]["all_gathers"].get<int64_t>(),
@@ -87,12 +87,12 @@ std::vector<std::string> check_all(
         close_to(ours.loss, loss, tolerance) && close_to(ours.grad_norm, norm, tolerance), what,
         ": C++ has loss ", ours.loss, " and gradient norm ", ours.grad_norm, ", Python ", loss,
         " and ", norm);
-    said.push_back(c10::str(
+    findings.push_back(c10::str(
         what, " agree on loss (", ours.loss, ") and gradients (norm ", ours.grad_norm, ")"));
   };
   compare("a and c", a, answer["plain"]);
   compare("b and d", b, answer["fsdp"]); // comparable, as both fake groups repeat rank 0's shard
-  return said;
+  return findings;
 }
 
 std::string check_partly(Model& partly) {
@@ -170,7 +170,7 @@ struct Ours {
   explicit Ours(const Options& options)
       : plain(options, Sharding::None), sharded(options, Sharding::Full) {
     if (options.min_shard_numel > 0) {
-      partly.emplace(options, Sharding::ButSmall);
+      partly.emplace(options, Sharding::LargeOnly);
     }
   }
 
@@ -380,9 +380,9 @@ int run(int argc, char** argv) {
     return 0;
   }
 
-  auto said = check_all(options, ours.plain, ours.sharded, python.get());
+  auto findings = check_all(options, ours.plain, ours.sharded, python.get());
   if (ours.partly) {
-    said.push_back(check_partly(*ours.partly));
+    findings.push_back(check_partly(*ours.partly));
   }
   const auto groups = ours.sharded.groups();
   if (!task.as_json) {
@@ -392,7 +392,7 @@ int run(int argc, char** argv) {
         options.model.dim, options.model.layers, options.sequence, options.world_size, groups,
         ours.sharded.shapes().size(), options.dtype.c_str(), options.optimizer.c_str(),
         options.clock.c_str());
-    for (const auto& sentence : said) {
+    for (const auto& sentence : findings) {
       printf("checked: %s\n", sentence.c_str());
     }
     printf("\n");
@@ -406,7 +406,7 @@ int run(int argc, char** argv) {
     auto out = report.to_json();
     out["options"] = describe(options, groups);
     out["torch"] = python ? python->hello()["torch"] : json();
-    out["checked"] = said;
+    out["checked"] = findings;
     std::cout << out << std::endl;
   } else {
     report.print();

@@ -57,7 +57,7 @@ struct Checked {
 
 /// Which parameters are sharded: none, all, or those with at least `min_shard_numel`
 /// elements.
-enum class Sharding { None, Full, ButSmall };
+enum class Sharding { None, Full, LargeOnly };
 
 class Model {
  public:
@@ -73,7 +73,7 @@ class Model {
       fsdp::FullyShardOptions how{
           .mesh = fsdp::init_device_mesh(torch::kCPU, {options.world_size}, {"dp"}),
           .reshard_after_forward = true,
-          .min_shard_numel = sharding == Sharding::ButSmall ? options.min_shard_numel : 0};
+          .min_shard_numel = sharding == Sharding::LargeOnly ? options.min_shard_numel : 0};
       if (options.is_bf16()) {
         how.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
       }

@@ -47,8 +47,8 @@ struct Shape {
 };
 
 /// A module that becomes one group. It uses all of its parameters as cheaply as possible.
-struct StripImpl : torch::nn::Module {
-  explicit StripImpl(const Shape& shape) {
+struct CheapModuleImpl : torch::nn::Module {
+  explicit CheapModuleImpl(const Shape& shape) {
     for (int64_t i = 0; i < shape.params; ++i) {
       weights.push_back(register_parameter(
           "weight" + std::to_string(i), torch::ones({shape.rows, shape.columns})));
@@ -59,23 +59,23 @@ struct StripImpl : torch::nn::Module {
   }
   std::vector<torch::Tensor> weights;
 };
-FSDP_MODULE(Strip);
+FSDP_MODULE(CheapModule);
 
-struct StripsImpl : torch::nn::Module {
-  explicit StripsImpl(const Shape& shape) {
+struct CheapModelImpl : torch::nn::Module {
+  explicit CheapModelImpl(const Shape& shape) {
     for (int64_t i = 0; i < shape.groups; ++i) {
-      strips.push_back(register_module("strip" + std::to_string(i), Strip(shape)));
+      layers.push_back(register_module("layer" + std::to_string(i), CheapModule(shape)));
     }
   }
   torch::Tensor forward(torch::Tensor x) {
-    for (auto& strip : strips) {
-      x = strip(x);
+    for (auto& layer : layers) {
+      x = layer(x);
     }
     return x;
   }
-  std::vector<Strip> strips;
+  std::vector<CheapModule> layers;
 };
-FSDP_MODULE(Strips);
+FSDP_MODULE(CheapModel);
 
 class Model {
  public:
@@ -84,8 +84,8 @@ class Model {
       const auto grid = fsdp::init_device_mesh(
           torch::kCPU, {kWorldSize / shape.ranks, shape.ranks}, {"others", "dp"});
       const fsdp::FullyShardOptions options{.mesh = grid["dp"], .reshard_after_forward = true};
-      for (auto& strip : net_->strips) {
-        fsdp::fully_shard(strip, options);
+      for (auto& layer : net_->layers) {
+        fsdp::fully_shard(layer, options);
       }
       fsdp::fully_shard(net_, options); // no parameters of its own, so no group
     }
@@ -100,7 +100,7 @@ class Model {
   }
 
  private:
-  Strips net_;
+  CheapModel net_;
   const torch::Tensor input_ = torch::ones({1, 16}, torch::requires_grad());
 };
 

@@ -61,9 +61,9 @@ struct Timed {
 constexpr int kFirstSteps = 3; // step.py has the same
 
 /// A model, plain or sharded over the default group, and its training step.
-class Side {
+class ModelUnderTest {
  public:
-  Side(const Options& options, bool sharded)
+  ModelUnderTest(const Options& options, bool sharded)
       : net_(options.model),
         batch_(options.batch, options.sequence, options.model.vocabulary, fsdp::get_rank()) {
     fill_parameters(*net_);
@@ -139,15 +139,15 @@ void work_over_gloo(const Options& options, const Worker& worker) {
        .rank = worker.rank,
        .world_size = worker.num_ranks});
   {
-    Side plain(options, /*sharded=*/false);
-    Side sharded(options, /*sharded=*/true);
+    ModelUnderTest plain(options, /*sharded=*/false);
+    ModelUnderTest sharded(options, /*sharded=*/true);
     answer([&](bool of_sharded, int steps) { return (of_sharded ? sharded : plain).time(steps); });
   }
   fsdp::destroy_process_group();
 }
 
 /// Rank 0's seconds and all ranks' losses.
-Timed of_all(const std::vector<Timed>& ranks) {
+Timed merge_ranks(const std::vector<Timed>& ranks) {
   Timed result{.seconds = ranks.front().seconds, .losses = {}};
   for (const auto& each : ranks) {
     result.losses.insert(result.losses.end(), each.losses.begin(), each.losses.end());
@@ -161,12 +161,12 @@ void work_in_threads(const Options& options, const Worker& worker) {
     fsdp::run_ranks(
         worker.num_ranks,
         [&](int rank) {
-          Side side(options, sharded);
+          ModelUnderTest side(options, sharded);
           fsdp::default_group().barrier();
           timed[rank] = side.time(steps);
         },
         {.intra_op_threads = 1});
-    return of_all(timed);
+    return merge_ranks(timed);
   });
 }
 
@@ -218,7 +218,7 @@ class Job {
         timed.losses.push_back(loss);
       }
     }
-    return of_all(ranks);
+    return merge_ranks(ranks);
   }
 
  private:

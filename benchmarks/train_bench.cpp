@@ -156,7 +156,7 @@ class Python {
 
   ~Python() {
     for (auto& child : children_) {
-      child->hang_up();
+      child->close_input();
     }
   }
   Python(const Python&) = delete;
@@ -233,7 +233,7 @@ double bound_of(const Options& options, const std::string& kind) {
   return kind == "threads" ? options.min_threads : options.min_gloo;
 }
 
-bool is_kept(const Options& options, const std::string& kind, const Rounds& rounds) {
+bool meets_bound(const Options& options, const std::string& kind, const Rounds& rounds) {
   return median(rounds.ratios(kind)) >= bound_of(options, kind);
 }
 
@@ -260,7 +260,7 @@ void print(const Options& options, const json& config, const Rounds& rounds) {
       const Figure ratio(rounds.ratios(kind));
       printf(
           " %12.2f   [%5.2f, %5.2f]   %.2f: %s", ratio.median, ratio.low, ratio.high,
-          bound_of(options, kind), is_kept(options, kind, rounds) ? "kept" : "MISSED");
+          bound_of(options, kind), meets_bound(options, kind, rounds) ? "kept" : "MISSED");
     }
     printf("\n");
   }
@@ -326,7 +326,7 @@ int run(int argc, char** argv) {
   } else {
     print(options, config, rounds);
   }
-  return is_kept(options, "threads", rounds) && is_kept(options, "gloo", rounds) ? 0 : 1;
+  return meets_bound(options, "threads", rounds) && meets_bound(options, "gloo", rounds) ? 0 : 1;
 }
 
 } // namespace

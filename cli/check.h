@@ -20,15 +20,15 @@ inline constexpr int kNonFinite = 5;
 
 /// Throws ConfigError. The pieces make up the message, which names the option and the remedy.
 template <class... Pieces>
-[[noreturn]] void refuse(const Pieces&... pieces) {
+[[noreturn]] void throw_config_error(const Pieces&... pieces) {
   throw ConfigError({__func__, __FILE__, __LINE__}, c10::str(pieces...));
 }
 
-/// Calls `refuse` unless `good`.
+/// Calls `throw_config_error` unless `good`.
 template <class... Pieces>
 void check_config(bool good, const Pieces&... pieces) {
   if (!good) {
-    refuse(pieces...);
+    throw_config_error(pieces...);
   }
 }
 

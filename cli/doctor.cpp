@@ -40,7 +40,7 @@ class Findings {
     say(what, "ok       " + text);
   }
   /// Something is missing that only some features need.
-  void lacking(const std::string& what, const std::string& text) {
+  void missing(const std::string& what, const std::string& text) {
     say(what, "missing  " + text);
   }
   /// Something is broken that everything needs.
@@ -66,7 +66,7 @@ void look_at_tools(Findings& findings) {
   for (const auto* name : {"g++", "cmake", "ninja", "git"}) {
     const auto path = find_in_path(name);
     if (path.empty()) {
-      findings.lacking(name, "not in PATH; only needed to build");
+      findings.missing(name, "not in PATH; only needed to build");
     } else {
       findings.good(name, path);
     }
@@ -88,7 +88,7 @@ void look_at_torch(Findings& findings) {
   if (torch::cuda::is_available()) {
     findings.good("cuda", c10::str(torch::cuda::device_count(), " devices"));
   } else {
-    findings.lacking("cuda", "torch finds no CUDA device; training runs on the CPU");
+    findings.missing("cuda", "torch finds no CUDA device; training runs on the CPU");
   }
 }
 
@@ -123,7 +123,7 @@ void try_backend(Findings& findings, const char* name, int port, const char* wit
     destroy_process_group();
     findings.good(name, "ranks as processes");
   } catch (const c10::Error& error) {
-    findings.lacking(name, c10::str(error.what_without_backtrace(), "; ", without));
+    findings.missing(name, c10::str(error.what_without_backtrace(), "; ", without));
     if (is_initialized()) {
       destroy_process_group();
     }
@@ -152,14 +152,14 @@ void look_at_system(Findings& findings, int port) {
   if (port > 0) {
     findings.good("ports", c10::str("127.0.0.1 has free ports, for example ", port));
   } else {
-    findings.lacking(
+    findings.missing(
         "ports", "127.0.0.1 has no free port; fsdp run cannot start ranks as processes");
   }
   const auto shared = free_bytes("/dev/shm");
   if (shared >= kLittleSharedMemory) {
     findings.good("shm", binary_size(shared) + " free in /dev/shm");
   } else {
-    findings.lacking(
+    findings.missing(
         "shm", c10::str(
                    "/dev/shm has ", binary_size(std::max<int64_t>(0, shared)),
                    " free; NCCL between processes may need more (docker: --shm-size 1g)"));
@@ -168,7 +168,7 @@ void look_at_system(Findings& findings, int port) {
   if (disk >= kLittleDisk) {
     findings.good("disk", binary_size(disk) + " free here");
   } else {
-    findings.lacking(
+    findings.missing(
         "disk", binary_size(std::max<int64_t>(0, disk)) + " free here; checkpoints need space");
   }
   rlimit limit{};
@@ -176,7 +176,7 @@ void look_at_system(Findings& findings, int port) {
   if (limit.rlim_cur >= kFewFiles) {
     findings.good("files", c10::str(limit.rlim_cur, " files can be open at once"));
   } else {
-    findings.lacking(
+    findings.missing(
         "files",
         c10::str("only ", limit.rlim_cur, " files can be open at once; try ulimit -n 4096"));
   }
@@ -187,7 +187,7 @@ void look_at_text(Findings& findings) {
     const auto corpus = Corpus::libtorch_headers();
     findings.good("text", c10::str(corpus.name(), ", ", decimal_count(corpus.train_bytes(), "B")));
   } catch (const c10::Error& error) {
-    findings.lacking("text", error.what_without_backtrace());
+    findings.missing("text", error.what_without_backtrace());
   }
 }
 
@@ -203,7 +203,7 @@ int doctor() {
   if (torch::cuda::is_available() && port > 0) {
     try_backend(findings, "nccl", free_port(), "ranks as threads can still use the GPUs");
   } else {
-    findings.lacking("nccl", "needs a GPU");
+    findings.missing("nccl", "needs a GPU");
   }
   look_at_system(findings, port);
   look_at_text(findings);

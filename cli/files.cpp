@@ -42,7 +42,7 @@ std::string find_in_path(const std::string& program) {
   return "";
 }
 
-bool write_aside(const std::filesystem::path& path, const std::string& text) {
+bool replace_file(const std::filesystem::path& path, const std::string& text) {
   const auto aside = path.string() + ".new";
   std::ofstream file(aside, std::ios::binary | std::ios::trunc);
   file << text << std::flush;

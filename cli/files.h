@@ -19,6 +19,6 @@ std::string find_in_path(const std::string& program);
 
 /// Replaces a small file atomically: readers see the old text or the new one, never a part of it.
 /// Returns false and leaves the old file if that fails; errno says why.
-bool write_aside(const std::filesystem::path& path, const std::string& text);
+bool replace_file(const std::filesystem::path& path, const std::string& text);
 
 } // namespace fsdp::cli

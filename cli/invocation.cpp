@@ -35,14 +35,14 @@ std::vector<char*> exec_words(const std::vector<std::string>& words) {
   return result;
 }
 
-void become(const std::vector<std::string>& words) {
+void replace_process(const std::vector<std::string>& words) {
   auto arguments = exec_words(words);
   arguments.insert(arguments.begin(), program_invocation_name);
   execv("/proc/self/exe", arguments.data());
   throw std::system_error(errno, std::generic_category(), "cannot start fsdp again");
 }
 
-std::vector<std::string> own_words() {
+std::vector<std::string> own_arguments() {
   std::vector<std::string> words;
   std::ifstream file("/proc/self/cmdline", std::ios::binary);
   for (std::string word; std::getline(file, word, '\0');) {

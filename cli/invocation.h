@@ -17,8 +17,8 @@ std::vector<char*> exec_words(const std::vector<std::string>& words);
 
 /// Replaces this process by this tool with other arguments. Call it before any work has begun.
 /// Throws std::system_error if that fails.
-[[noreturn]] void become(const std::vector<std::string>& words);
+[[noreturn]] void replace_process(const std::vector<std::string>& words);
 /// The arguments that this process was started with, without the program's name.
-std::vector<std::string> own_words();
+std::vector<std::string> own_arguments();
 
 } // namespace fsdp::cli

@@ -26,7 +26,7 @@ const std::set<std::string> kTables{"mesh"};
 
 /// For an option of the command line: the options of a config file that contradict it, and are
 /// therefore dropped.
-const std::map<std::string, std::set<std::string>> kRivals{
+const std::map<std::string, std::set<std::string>> kContradictedOptions{
     {"quiet", {"json"}},
     {"json", {"quiet"}},
     {"run", {"no-save"}},
@@ -72,17 +72,17 @@ std::string joined(const std::vector<std::string>& parts) {
 }
 
 /// The value as a user would type it on the command line.
-std::string typed(const Json& value) {
+std::string command_line_text(const Json& value) {
   std::vector<std::string> parts;
   if (value.is_array()) {
     for (const auto& item : value) {
-      parts.push_back(typed(item));
+      parts.push_back(command_line_text(item));
     }
     return joined(parts);
   }
   if (value.is_object()) {
     for (const auto& [name, item] : value.items()) {
-      parts.push_back(name + "=" + typed(item));
+      parts.push_back(name + "=" + command_line_text(item));
     }
     return joined(parts);
   }
@@ -94,7 +94,7 @@ void add_json(std::vector<std::string>& words, const Json& object) {
     if (value.is_object() && !kTables.contains(name)) {
       add_json(words, value);
     } else if (!value.is_null()) {
-      add_word(words, name, typed(value));
+      add_word(words, name, command_line_text(value));
     }
   }
 }
@@ -130,15 +130,16 @@ std::string without_shard(const std::string& mesh) {
 }
 
 /// The options of the file, without those that contradict the command line.
-std::vector<std::string> yielding(
+std::vector<std::string> without_contradicted(
     const std::vector<std::string>& of_file, const std::vector<std::string>& command_line) {
   std::set<std::string> dropped;
   bool ranks_given = false;
   for (const auto& word : command_line) {
     const auto name = option_in(word);
-    const auto rivals = kRivals.find(name.substr(std::min<size_t>(2, name.size())));
-    if (rivals != kRivals.end() && !word.ends_with("=false")) {
-      dropped.insert(rivals->second.begin(), rivals->second.end());
+    const auto contradicted =
+        kContradictedOptions.find(name.substr(std::min<size_t>(2, name.size())));
+    if (contradicted != kContradictedOptions.end() && !word.ends_with("=false")) {
+      dropped.insert(contradicted->second.begin(), contradicted->second.end());
     }
     ranks_given |= name == "--ranks";
   }
@@ -174,9 +175,9 @@ std::vector<std::string> config_words(const std::string& path) {
       add_toml(words, text);
     }
   } catch (const Json::exception& error) {
-    refuse("--config: ", path, " is not JSON: ", error.what());
+    throw_config_error("--config: ", path, " is not JSON: ", error.what());
   } catch (const CLI::Error& error) {
-    refuse("--config: ", path, " is not TOML: ", error.what());
+    throw_config_error("--config: ", path, " is not TOML: ", error.what());
   }
   for (const auto& each : words) {
     check_config(
@@ -207,7 +208,7 @@ std::vector<std::string> expand_config(const std::vector<std::string>& words) {
     const auto more = config_words(path);
     of_file.insert(of_file.end(), more.begin(), more.end());
   }
-  auto result = yielding(of_file, others);
+  auto result = without_contradicted(of_file, others);
   result.insert(result.end(), others.begin(), others.end());
   return result;
 }

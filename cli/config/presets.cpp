@@ -7,7 +7,7 @@ namespace fsdp::cli {
 
 namespace {
 
-ModelDims on_bytes(int64_t dim, int64_t layers, int64_t heads) {
+ModelDims byte_model(int64_t dim, int64_t layers, int64_t heads) {
   return {
       .dim = dim,
       .layers = layers,
@@ -32,10 +32,10 @@ ModelDims llama(int64_t dim, int64_t layers, int64_t heads, int64_t hidden, bool
 
 const std::vector<ModelPreset>& model_presets() {
   static const std::vector<ModelPreset> presets{
-      {"tiny", on_bytes(128, 4, 4)},
-      {"small", on_bytes(256, 6, 8)},
-      {"medium", on_bytes(512, 8, 8)},
-      {"large", on_bytes(1024, 16, 16)},
+      {"tiny", byte_model(128, 4, 4)},
+      {"small", byte_model(256, 6, 8)},
+      {"medium", byte_model(512, 8, 8)},
+      {"large", byte_model(1024, 16, 16)},
       {"1b", llama(2048, 16, 32, 8192, /*tied=*/true)},
       {"3b", llama(3072, 28, 24, 8192, /*tied=*/true)},
       {"8b", llama(4096, 32, 32, 14336, /*tied=*/false)},
@@ -51,7 +51,7 @@ const ModelDims& model_preset(const std::string& name) {
     }
     names.push_back(preset.name);
   }
-  refuse("--model ", name, ": there is no such size", did_you_mean(name, names));
+  throw_config_error("--model ", name, ": there is no such size", did_you_mean(name, names));
 }
 
 } // namespace fsdp::cli

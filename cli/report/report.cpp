@@ -62,7 +62,7 @@ void warn(const std::string& what) {
 /// Parses the file and returns the result of `make`. Returns null if the file is missing or
 /// damaged, because the page can be made from the other parts.
 template <class Make>
-Json part_of(const fs::path& path, Make make) {
+Json read_json_part(const fs::path& path, Make make) {
   try {
     const auto text = read_text(path);
     if (!text) {
@@ -244,10 +244,10 @@ fs::path write_report(const fs::path& run) {
   const Json data{
       {"name", fs::path(real_path(run.string())).filename().string()},
       {"version", c10::str(FSDP_VERSION_MAJOR, ".", FSDP_VERSION_MINOR, ".", FSDP_VERSION_PATCH)},
-      {"config", part_of(run / kConfigFile, checked_options)},
+      {"config", read_json_part(run / kConfigFile, checked_options)},
       {"metrics", std::move(metrics)},
-      {"groups", part_of(run / kGroupsFile, checked_groups)},
-      {"trace", part_of(run / kTraceFile, events_of_one_step)}};
+      {"groups", read_json_part(run / kGroupsFile, checked_groups)},
+      {"trace", read_json_part(run / kTraceFile, events_of_one_step)}};
   std::string page(kReportPage);
   replace(page, "@REPORT_SCRIPT@", kReportScript);
   replace(page, "@REPORT_DATA@", script_text(data));

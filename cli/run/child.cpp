@@ -99,7 +99,7 @@ Child::Child(
     (void)!write(pipes[2][1], &error, sizeof(error));
     _exit(127);
   }
-  setpgid(pid_, pid_); // also in the parent, so that `send` works at once
+  setpgid(pid_, pid_); // also in the parent, so that `signal_group` works at once
   for (const auto& ends : pipes) {
     close(ends[1]);
   }
@@ -117,7 +117,7 @@ Child::Child(
 
 Child::~Child() {
   if (pid_ > 0) {
-    send(SIGKILL);
+    signal_group(SIGKILL);
     waitpid(pid_, nullptr, 0);
   }
   for (int stream = 0; stream < 2; ++stream) {
@@ -128,7 +128,7 @@ Child::~Child() {
 
 bool Child::reap() {
   siginfo_t info{};
-  // WNOWAIT: the dead process keeps its id, so that `send` cannot reach another process.
+  // WNOWAIT: the dead process keeps its id, so that `signal_group` cannot reach another process.
   if (!running_ || waitid(P_PID, pid_, &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
       info.si_pid != pid_) {
     return false;
@@ -139,7 +139,7 @@ bool Child::reap() {
   return true;
 }
 
-void Child::send(int signal) const {
+void Child::signal_group(int signal) const {
   kill(-pid_, signal);
 }
 

@@ -45,7 +45,7 @@ class Child {
   /// Checks whether the process has ended. Returns true only in the first call after the end.
   bool reap();
   /// Sends `signal` to the process and the rest of its group.
-  void send(int signal) const;
+  void signal_group(int signal) const;
 
   /// The file descriptor to poll for stdout (stream 0) or stderr (1). -1 if it is closed.
   int fd(int stream) const {

@@ -93,18 +93,18 @@ class Launcher {
     }
     // Kills processes that the ranks left running, and passes on the rest of the output.
     children_.clear();
-    while (output_.waiting() && !hurried_) {
+    while (output_.waiting() && !second_signal_) {
       next_round();
       watch_other_nodes();
     }
     job_.leave(ending_, [this, failed = ending_] {
       next_round();
       watch_other_nodes();
-      return hurried_ || ending_ != failed;
+      return second_signal_ || ending_ != failed;
     });
     output_.add(1, closing_words_);
     output_.flush();
-    while (output_.waiting() && !hurried_) {
+    while (output_.waiting() && !second_signal_) {
       next_round(); // the other nodes may be gone by now
     }
     return exit_code_;
@@ -132,7 +132,7 @@ class Launcher {
       interrupted(*signal);
     }
     if (output_.error() != 0 && !ending_) {
-      unheard(output_.error());
+      output_failed(output_.error());
     }
   }
 
@@ -189,7 +189,7 @@ class Launcher {
   void interrupted(int signal) {
     if (ending_) { // the second signal: end at once
       kill_at_ = Clock::now();
-      hurried_ = true;
+      second_signal_ = true;
       return;
     }
     closing_words_ = std::string("fsdp run: ended by ") + strsignal(signal) + ".\n";
@@ -198,7 +198,7 @@ class Launcher {
   }
 
   /// Ends the ranks because their output cannot be written.
-  void unheard(int error) {
+  void output_failed(int error) {
     const auto what = std::string("the output cannot be written: ") + std::strerror(error);
     closing_words_ = "fsdp run: " + what + "; the ranks were ended.\n";
     const int code = error == EPIPE ? 128 + SIGPIPE : 1; // as in a shell
@@ -231,14 +231,14 @@ class Launcher {
     exit_code_ = exit_code;
     kill_at_ = patiently ? Clock::time_point::max() : Clock::now() + kGrace;
     for (const auto& child : children_) {
-      child->send(signal);
+      child->signal_group(signal);
     }
   }
 
   void enforce_grace() {
     if (ending_ && Clock::now() >= kill_at_) {
       for (const auto& child : children_) {
-        child->send(SIGKILL);
+        child->signal_group(SIGKILL);
       }
     }
   }
@@ -249,7 +249,7 @@ class Launcher {
   Output output_;
   std::vector<std::unique_ptr<Child>> children_;
   bool ending_ = false;
-  bool hurried_ = false; // a second signal came: wait for nothing
+  bool second_signal_ = false; // a second signal came: wait for nothing
   int exit_code_ = 0;
   Clock::time_point kill_at_;
   std::string closing_words_;

@@ -53,7 +53,7 @@ std::vector<std::string> files_below(const std::string& folder) {
       names.push_back(entry.path().filename().string());
     }
   } catch (const std::filesystem::filesystem_error& error) {
-    refuse("--data: ", folder, " cannot be listed: ", error.code().message());
+    throw_config_error("--data: ", folder, " cannot be listed: ", error.code().message());
   }
   std::sort(names.begin(), names.end());
   std::vector<std::string> files;
@@ -107,7 +107,7 @@ std::string loaded_headers() {
 }
 
 /// A hash that looks random and is the same on every machine (splitmix64).
-uint64_t mixed(uint64_t x) {
+uint64_t splitmix64(uint64_t x) {
   x += 0x9e3779b97f4a7c15;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
   x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
@@ -144,7 +144,7 @@ Corpus Corpus::libtorch_headers() {
       return read_folder(folder, "LibTorch's C++ headers");
     }
   }
-  refuse(
+  throw_config_error(
       "LibTorch's headers, the default text, are neither in ", loaded_headers(), " nor in ",
       FSDP_TORCH_INCLUDE, "; give a text of your own with --data");
 }
@@ -162,12 +162,12 @@ Corpus::Corpus(const std::string& text, std::string name, int64_t num_files)
 std::string Corpus::fingerprint() const {
   uint64_t hash = 0;
   for (const auto* text : {&train_, &held_out_}) {
-    hash = mixed(hash ^ text->size());
+    hash = splitmix64(hash ^ text->size());
     uint64_t word = 0;
     for (size_t at = 0; at < text->size(); at += sizeof(word)) {
       word = 0;
       std::memcpy(&word, text->data() + at, std::min(sizeof(word), text->size() - at));
-      hash = mixed(hash ^ word);
+      hash = splitmix64(hash ^ word);
     }
   }
   char hex[17];
@@ -189,10 +189,10 @@ void Corpus::check_context(int64_t context) const {
 torch::Tensor Corpus::train_rows(
     uint64_t seed, int64_t step, int64_t first, int64_t count, int64_t context) const {
   auto rows = torch::empty({count, context + 1}, torch::kLong);
-  const auto key = mixed(mixed(seed) + static_cast<uint64_t>(step));
+  const auto key = splitmix64(splitmix64(seed) + static_cast<uint64_t>(step));
   const auto num_starts = static_cast<uint64_t>(train_bytes() - context);
   for (int64_t row = 0; row < count; ++row) {
-    const auto start = mixed(key + static_cast<uint64_t>(first + row)) % num_starts;
+    const auto start = splitmix64(key + static_cast<uint64_t>(first + row)) % num_starts;
     copy_row(rows, row, train_, static_cast<int64_t>(start));
   }
   return rows;

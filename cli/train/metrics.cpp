@@ -102,7 +102,7 @@ void MetricsFile::check() const {
 }
 
 void write_file(const std::filesystem::path& path, const std::string& text) {
-  if (!write_aside(path, text)) {
+  if (!replace_file(path, text)) {
     fail(path);
   }
 }

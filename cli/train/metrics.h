@@ -66,7 +66,7 @@ class MetricsFile {
   std::ofstream file_;
 };
 
-/// Replaces a small file atomically, see `write_aside`. Throws CheckpointError if that fails.
+/// Replaces a small file atomically, see `replace_file`. Throws CheckpointError if that fails.
 void write_file(const std::filesystem::path& path, const std::string& text);
 
 } // namespace fsdp::cli

@@ -36,7 +36,7 @@ Json traffic_json(const Plan& plan) {
 
 } // namespace
 
-Narrator::Narrator(const TrainOptions& options, bool speaks) : options_(options), speaks_(speaks) {}
+Narrator::Narrator(const TrainOptions& options, bool prints) : options_(options), prints_(prints) {}
 
 void Narrator::print(const Json& json) {
   std::cout << json.dump(-1, ' ', false, Json::error_handler_t::replace) << std::endl;
@@ -49,7 +49,7 @@ void Narrator::plan(const Plan& plan, int64_t shard_bytes, const std::string& ba
   if (to_programs()) {
     print(
         {{"event", "plan"},
-         {"config", resolved(options_)},
+         {"config", config_json(options_)},
          {"backend", backend},
          {"ranks", mesh.ranks()},
          {"parameters", plan.num_params},
@@ -179,7 +179,7 @@ void Narrator::result(const RunResult& result) {
          {"validation_loss", result.validation.loss},
          {"byte_frequency_loss", result.validation.byte_frequency_loss},
          {"seconds", result.seconds}});
-  } else if (speaks_) { // --quiet too
+  } else if (prints_) { // --quiet too
     screen_.labelled(
         "result", c10::str(
                       "loss ", fixed(result.first_loss, 4), " -> ", fixed(result.last_loss, 4),

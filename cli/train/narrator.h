@@ -25,10 +25,10 @@ struct RunResult {
 };
 
 /// Reports a run on stdout: as lines for people, as one JSON object per line (--json), or only the
-/// result (--quiet). Only rank 0 prints (`speaks`); calls on the other ranks do nothing.
+/// result (--quiet). Only rank 0 prints (`prints`); calls on the other ranks do nothing.
 class Narrator {
  public:
-  Narrator(const TrainOptions& options, bool speaks);
+  Narrator(const TrainOptions& options, bool prints);
 
   /// Prints the sizes, memory and traffic that the run will have.
   void plan(const Plan& plan, int64_t shard_bytes, const std::string& backend);
@@ -55,15 +55,15 @@ class Narrator {
 
  private:
   bool to_people() const {
-    return speaks_ && !options_.quiet && !options_.json;
+    return prints_ && !options_.quiet && !options_.json;
   }
   bool to_programs() const {
-    return speaks_ && options_.json;
+    return prints_ && options_.json;
   }
   static void print(const nlohmann::ordered_json& json);
 
   const TrainOptions& options_;
-  const bool speaks_;
+  const bool prints_;
   Screen screen_;
   std::optional<Progress> progress_;
 };

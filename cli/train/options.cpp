@@ -21,7 +21,7 @@ constexpr int kDefaultRanks = 4;
 /// Calls `visit(name, member)` for each option that config.json holds and checkpoints do not.
 /// --save-every is one, too, but has another type.
 template <class Visit>
-void for_each_habit(Visit visit) {
+void for_each_folder_option(Visit visit) {
   visit("reshard-after-forward", [](auto& options) -> auto& { return options.reshard; });
   visit("device", [](auto& options) -> auto& { return options.device; });
   visit("processes", [](auto& options) -> auto& { return options.processes; });
@@ -194,7 +194,7 @@ void resolve_model(TrainOptions& options) {
   take("hidden", dims.hidden, given.hidden);
 }
 
-void resolve_habits(TrainOptions& options, const std::optional<TrainOptions>& before) {
+void resolve_folder_options(TrainOptions& options, const std::optional<TrainOptions>& before) {
   if (before) {
     const auto take = [&](const char* name, auto& mine, const auto& theirs) {
       if (!options.given.contains(name)) {
@@ -202,7 +202,8 @@ void resolve_habits(TrainOptions& options, const std::optional<TrainOptions>& be
       }
     };
     take("save-every", options.save_every, before->save_every);
-    for_each_habit([&](const char* name, auto in) { take(name, in(options), in(*before)); });
+    for_each_folder_option(
+        [&](const char* name, auto in) { take(name, in(options), in(*before)); });
   }
   if (!options.save_every) {
     options.save_every = std::clamp<int64_t>(options.identity.config.steps / 10, 1, 1000);
@@ -252,7 +253,7 @@ bool wants_processes(const TrainOptions& options) {
   return wanted;
 }
 
-void check_together(const TrainOptions& options) {
+void check_contradictions(const TrainOptions& options) {
   const auto save_every = options.save_every.value_or(0);
   check_config(save_every >= 0, "--save-every ", save_every, ": it must be 0 or more");
   check_config(
@@ -291,7 +292,7 @@ void check_together(const TrainOptions& options) {
       options.run, ", or use another folder");
 }
 
-nlohmann::ordered_json resolved(const TrainOptions& options) {
+nlohmann::ordered_json config_json(const TrainOptions& options) {
   nlohmann::ordered_json json;
   const auto& config = options.identity.config;
   for_each_option([&](const char* name, auto in, bool) {
@@ -315,11 +316,11 @@ nlohmann::ordered_json resolved(const TrainOptions& options) {
   }
   json["mesh"] = config.mesh.value_or(MeshShape{}).str();
   json["save-every"] = options.save_every.value_or(0);
-  for_each_habit([&](const char* name, auto in) { json[name] = in(options); });
+  for_each_folder_option([&](const char* name, auto in) { json[name] = in(options); });
   return json;
 }
 
-std::optional<TrainOptions> read_resolved(const std::filesystem::path& run) {
+std::optional<TrainOptions> read_config_json(const std::filesystem::path& run) {
   const auto path = run / kConfigFile;
   if (!is_file(path)) {
     return std::nullopt;
@@ -329,7 +330,7 @@ std::optional<TrainOptions> read_resolved(const std::filesystem::path& run) {
   try {
     const auto json = nlohmann::ordered_json::parse(std::ifstream(path));
     const auto take = [&](const char* name, auto& value) {
-      if (json.contains(name)) { // `resolved` left out values that stand for a default
+      if (json.contains(name)) { // `config_json` left out values that stand for a default
         value = json.at(name).get<std::decay_t<decltype(value)>>();
       }
     };
@@ -339,7 +340,7 @@ std::optional<TrainOptions> read_resolved(const std::filesystem::path& run) {
     take("data", options.identity.data);
     take("mesh", options.mesh);
     options.save_every = json.at("save-every").get<int64_t>();
-    for_each_habit([&](const char* name, auto in) { take(name, in(options)); });
+    for_each_folder_option([&](const char* name, auto in) { take(name, in(options)); });
   } catch (const nlohmann::json::exception& error) {
     throw CheckpointError(
         {__func__, __FILE__, __LINE__},
@@ -351,7 +352,7 @@ std::optional<TrainOptions> read_resolved(const std::filesystem::path& run) {
   return options;
 }
 
-SavedRun begun_run(const TrainOptions& before, const std::filesystem::path& run) {
+SavedRun run_without_checkpoint(const TrainOptions& before, const std::filesystem::path& run) {
   return {
       .path = run,
       .has_checkpoint = false,

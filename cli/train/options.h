@@ -47,7 +47,7 @@ void add_options(CLI::App& command, TrainOptions& options);
 void resolve_model(TrainOptions& options);
 /// Sets options that checkpoints do not hold. Those that were not given become the ones in the
 /// folder of a resumed run, which `before` holds. Also decides how often to save.
-void resolve_habits(TrainOptions& options, const std::optional<TrainOptions>& before);
+void resolve_folder_options(TrainOptions& options, const std::optional<TrainOptions>& before);
 /// Sets device, mesh and what depends on them, and checks the whole configuration. `launched` is
 /// the number of ranks that a launcher has started. Throws ConfigError with a message that names
 /// the option and the remedy.
@@ -57,14 +57,14 @@ MeshShape resolve_mesh(
 /// are several GPUs. Call it after `resolve_mesh`. Throws ConfigError if there are too few GPUs.
 bool wants_processes(const TrainOptions& options);
 /// Throws ConfigError if options of files and output are out of range or contradict each other.
-void check_together(const TrainOptions& options);
+void check_contradictions(const TrainOptions& options);
 
 /// All settings of the run, by the names of their options. The result is a file for --config.
-nlohmann::ordered_json resolved(const TrainOptions& options);
-/// Reads what `resolved` returned from a run's folder. Empty if the folder has no such file. Throws
-/// CheckpointError if the file is damaged.
-std::optional<TrainOptions> read_resolved(const std::filesystem::path& run);
+nlohmann::ordered_json config_json(const TrainOptions& options);
+/// Reads what `config_json` returned from a run's folder. Empty if the folder has no such file.
+/// Throws CheckpointError if the file is damaged.
+std::optional<TrainOptions> read_config_json(const std::filesystem::path& run);
 /// Describes a run that ended before its first checkpoint. It starts again at step 0.
-SavedRun begun_run(const TrainOptions& before, const std::filesystem::path& run);
+SavedRun run_without_checkpoint(const TrainOptions& before, const std::filesystem::path& run);
 
 } // namespace fsdp::cli

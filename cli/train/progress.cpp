@@ -76,7 +76,7 @@ size_t Screen::width() {
   return (known ? size.ws_col : 80) - 1; // a full line may wrap, and then cannot be rewritten
 }
 
-std::string fitted(std::vector<LinePiece> pieces, size_t width) {
+std::string join_fitting(std::vector<LinePiece> pieces, size_t width) {
   while (true) {
     std::string text;
     for (const auto& piece : pieces) {
@@ -124,12 +124,12 @@ std::vector<LinePiece> Progress::pieces(const StepRecord& record, int bar_width)
 }
 
 std::string Progress::plain(const StepRecord& record) const {
-  return fitted(pieces(record, 0), std::string::npos);
+  return join_fitting(pieces(record, 0), std::string::npos);
 }
 
 std::string Progress::with_bar(const StepRecord& record, size_t width) const {
-  const auto whole = fitted(pieces(record, kBarWidth), std::string::npos);
-  return whole.size() <= width ? whole : fitted(pieces(record, kShortBar), width);
+  const auto whole = join_fitting(pieces(record, kBarWidth), std::string::npos);
+  return whole.size() <= width ? whole : join_fitting(pieces(record, kShortBar), width);
 }
 
 void Progress::update(const StepRecord& record) {

@@ -42,7 +42,7 @@ struct LinePiece {
 };
 
 /// Joins the pieces that fit into `width` characters, in their order.
-std::string fitted(std::vector<LinePiece> pieces, size_t width);
+std::string join_fitting(std::vector<LinePiece> pieces, size_t width);
 
 /// Shows the progress of a run of `steps` updates. A resumed run has already made `before` of them.
 /// On a terminal the progress is one line that is rewritten, elsewhere a plain line now and then.

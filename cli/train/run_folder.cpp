@@ -81,7 +81,7 @@ RunFolder::RunFolder(
     try {
       make_folders(path_);
       const std::filesystem::path folder = path_;
-      write_file(folder / kConfigFile, resolved(options).dump(2) + "\n");
+      write_file(folder / kConfigFile, config_json(options).dump(2) + "\n");
       write_file(folder / kGroupsFile, groups_json(plan).dump(1) + "\n");
       metrics_.emplace(folder / kMetricsFile, before);
     } catch (const CheckpointError& error) {

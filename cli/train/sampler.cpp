@@ -11,8 +11,8 @@ namespace fsdp::cli {
 
 namespace {
 
-constexpr int64_t kBytes = 256; // the tokens that stand for bytes
-constexpr double kCold = 1e-6;  // below it the likeliest byte is taken: the division could overflow
+constexpr int64_t kBytes = 256;       // the tokens that stand for bytes
+constexpr double kGreedyBelow = 1e-6; // the likeliest byte is taken: division could overflow
 
 torch::Tensor scores_behind(Transformer& model, const torch::Tensor& tokens) {
   auto scores = model(tokens.unsqueeze(0)).select(0, 0).select(0, -1);
@@ -33,11 +33,11 @@ std::string sample(Transformer& model, const std::string& prompt, const SampleOp
   }
   for (int64_t i = 0; i < options.count; ++i) {
     // A rank whose text is not wanted only takes part in the collectives: one token is enough.
-    const auto most = options.wanted ? options.context : 1;
+    const auto most = options.keeps_text ? options.context : 1;
     const auto length = std::min(most, static_cast<int64_t>(tokens.size()));
     const auto last = torch::tensor(std::vector<int64_t>(tokens.end() - length, tokens.end()));
     const auto scores = scores_behind(model, last.to(options.device));
-    const auto next = options.temperature < kCold
+    const auto next = options.temperature < kGreedyBelow
                           ? scores.argmax()
                           : torch::multinomial(
                                 torch::softmax(scores / options.temperature, -1), 1,

@@ -14,11 +14,11 @@ struct SampleOptions {
   int64_t context = 128; // how many of the last bytes the model sees
   c10::Device device = c10::kCPU;
   /// If false, this rank only takes part in the collectives, and its result is meaningless.
-  bool wanted = true;
+  bool keeps_text = true;
 };
 
 /// Returns `prompt`, followed by bytes that the model generates. Collective over the ranks of the
-/// model. The ranks of the tensor axis must have the same `wanted`.
+/// model. The ranks of the tensor axis must have the same `keeps_text`.
 std::string sample(Transformer& model, const std::string& prompt, const SampleOptions& options);
 
 } // namespace fsdp::cli

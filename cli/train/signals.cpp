@@ -9,12 +9,12 @@ namespace fsdp::cli {
 
 namespace {
 
-std::atomic<int> came{0};
+std::atomic<int> first_signal{0};
 static_assert(std::atomic<int>::is_always_lock_free); // required in a signal handler
 
 void on_signal(int signal) {
   int none = 0;
-  if (!came.compare_exchange_strong(none, signal)) {
+  if (!first_signal.compare_exchange_strong(none, signal)) {
     _exit(128 + signal);
   }
 }
@@ -30,7 +30,7 @@ void handle(int signal, void (*handler)(int)) {
 } // namespace
 
 StopSignals::StopSignals() {
-  came = 0;
+  first_signal = 0;
   handle(SIGINT, on_signal);
   handle(SIGTERM, on_signal);
 }
@@ -41,7 +41,7 @@ StopSignals::~StopSignals() {
 }
 
 int StopSignals::asked() {
-  return came;
+  return first_signal;
 }
 
 } // namespace fsdp::cli

@@ -34,15 +34,15 @@ namespace {
 constexpr int64_t kSampleBytes = 240;
 
 /// Joins a world of processes and leaves it again. Not for use inside run_ranks.
-struct Joined {
-  explicit Joined(const InitOptions& options) {
+struct ScopedProcessGroup {
+  explicit ScopedProcessGroup(const InitOptions& options) {
     init_process_group(options);
   }
-  ~Joined() {
+  ~ScopedProcessGroup() {
     destroy_process_group();
   }
-  Joined(const Joined&) = delete;
-  Joined& operator=(const Joined&) = delete;
+  ScopedProcessGroup(const ScopedProcessGroup&) = delete;
+  ScopedProcessGroup& operator=(const ScopedProcessGroup&) = delete;
 };
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
@@ -123,7 +123,7 @@ int train_rank(
   }
   const auto plan = make_plan(config, *config.mesh);
   RunFolder folder(options, plan, trainer.device(), run.step);
-  Narrator narrator(options, /*speaks=*/get_rank() == 0);
+  Narrator narrator(options, /*prints=*/get_rank() == 0);
   narrator.plan(plan, trainer.shard_bytes(), default_group().backend_name());
   narrator.text(corpus);
   if (saved) {
@@ -179,10 +179,11 @@ int dry_run(TrainOptions& options) {
     corpus = Corpus::read(options.identity.data);
     corpus->check_context(config.context);
   }
-  const Joined joined({.backend = "fake", .rank = 0, .world_size = static_cast<int>(mesh.ranks())});
+  const ScopedProcessGroup joined(
+      {.backend = "fake", .rank = 0, .world_size = static_cast<int>(mesh.ranks())});
   const auto model = build_sharded(config, TrainMesh(mesh, c10::kCPU));
   options.quiet = false; // the plan is the result
-  Narrator narrator(options, /*speaks=*/true);
+  Narrator narrator(options, /*prints=*/true);
   narrator.plan(make_plan(config, mesh), shard_bytes(model), "no network");
   if (corpus) {
     narrator.text(*corpus);
@@ -194,28 +195,29 @@ int dry_run(TrainOptions& options) {
 [[noreturn]] void become_launcher(int64_t ranks) {
   std::vector<std::string> words{"run",    "-n", std::to_string(ranks),
                                  "--bare", "--", real_path("/proc/self/exe")};
-  const auto own = own_words();
+  const auto own = own_arguments();
   words.insert(words.end(), own.begin(), own.end());
-  become(words);
+  replace_process(words);
 }
 
 int train(TrainOptions options) {
   auto& identity = options.identity;
   auto& config = identity.config;
-  check_together(options);
+  check_contradictions(options);
   resolve_model(options);
   std::optional<TrainOptions> before;
   std::optional<SavedRun> saved;
   if (!options.resume.empty()) {
-    before = read_resolved(options.resume);
+    before = read_config_json(options.resume);
     const bool begun = before && CheckpointSeries(checkpoints_of(options.resume)).list().empty();
-    saved = begun ? begun_run(*before, options.resume) : find_saved_run(options.resume);
+    saved =
+        begun ? run_without_checkpoint(*before, options.resume) : find_saved_run(options.resume);
     adopt_options(identity, *saved, options.given);
     if (saved->is_latest && options.run.empty()) {
       options.run = options.resume;
     }
   }
-  resolve_habits(options, before);
+  resolve_folder_options(options, before);
   if (options.dry_run) {
     return dry_run(options);
   }
@@ -238,7 +240,7 @@ int train(TrainOptions options) {
   }
   const StopSignals signals;
   if (launched) {
-    const Joined joined({.backend = options.device == "cpu" ? "gloo" : ""});
+    const ScopedProcessGroup joined({.backend = options.device == "cpu" ? "gloo" : ""});
     resolve_mesh(options, saved, get_world_size());
     return train_rank(options, corpus, saved);
   }

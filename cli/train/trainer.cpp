@@ -130,8 +130,8 @@ StepResult Trainer::step(int64_t step, int asked) {
   result.loss = shared[0];
   result.asked = shared[1] > 0 ? SIGINT : shared[2] > 0 ? SIGTERM : 0;
   if (!std::isfinite(result.loss)) {
-    const auto param = first_bad(/*gradients=*/false);
-    const auto grad = param.empty() ? first_bad(/*gradients=*/true) : "";
+    const auto param = first_non_finite(/*gradients=*/false);
+    const auto grad = param.empty() ? first_non_finite(/*gradients=*/true) : "";
     const auto where =
         !param.empty()  ? ", and the first parameter that is not finite is " + param + ","
         : !grad.empty() ? ", and the first gradient that is not finite is that of " + grad + ","
@@ -143,7 +143,7 @@ StepResult Trainer::step(int64_t step, int asked) {
   }
   result.grad_norm = clip_gradients();
   if (!std::isfinite(result.grad_norm) && !scaler_.is_enabled()) {
-    stop_at(step, "the first gradient that is not finite is that of " + first_bad(true));
+    stop_at(step, "the first gradient that is not finite is that of " + first_non_finite(true));
   }
   result.lr = learning_rate(config_, step);
   for (auto& group : optimizer_->param_groups()) {
@@ -209,7 +209,7 @@ std::string Trainer::generate(const std::string& prompt, int64_t count) {
        .seed = static_cast<uint64_t>(config_.seed),
        .context = config_.context,
        .device = device_,
-       .wanted = mesh_.data_rank == 0});
+       .keeps_text = mesh_.data_rank == 0});
 }
 
 StateDict Trainer::state_dict() {
@@ -256,7 +256,7 @@ std::vector<double> Trainer::average(const torch::Tensor& values) const {
   return {host.data_ptr<double>(), host.data_ptr<double>() + host.numel()};
 }
 
-std::string Trainer::first_bad(bool gradients) const {
+std::string Trainer::first_non_finite(bool gradients) const {
   const auto params = model_->named_parameters();
   auto first = static_cast<int64_t>(params.size());
   for (int64_t i = first - 1; i >= 0; --i) {

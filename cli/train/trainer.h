@@ -87,7 +87,7 @@ class Trainer {
   std::vector<double> average(const torch::Tensor& values) const;
   /// The name of the first parameter, in the order of the model, that is not finite on some rank.
   /// With `gradients`, the first one whose gradient is not finite. Empty if there is none.
-  std::string first_bad(bool gradients) const;
+  std::string first_non_finite(bool gradients) const;
 
   const TrainConfig config_;
   const Corpus& corpus_;

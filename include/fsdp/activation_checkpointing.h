@@ -13,10 +13,10 @@
 #include <utility>
 
 #include <fsdp/call.h>
-#include <fsdp/checkpoint_scope.h>
-#include <fsdp/checkpointed_call.h>
 #include <fsdp/export.h>
 #include <fsdp/module_ref.h>
+#include <fsdp/recompute_scope.h>
+#include <fsdp/recomputed_call.h>
 
 namespace fsdp {
 
@@ -24,9 +24,9 @@ namespace detail {
 
 /// A function that backward can call again. `name()` is for messages.
 template <class F>
-class FunctionAgain {
+class RepeatableFunction {
  public:
-  explicit FunctionAgain(F function) : function_(std::move(function)) {}
+  explicit RepeatableFunction(F function) : function_(std::move(function)) {}
   std::string name() const {
     return "the function " + c10::demangle(typeid(F).name());
   }
@@ -34,7 +34,7 @@ class FunctionAgain {
   auto call(P&&... args) const {
     using Nothing = std::tuple<>;
     [[maybe_unused]] const std::conditional_t<
-        std::is_nothrow_invocable_v<F&, P...>, RunsToTheEnd, Nothing> whole{};
+        std::is_nothrow_invocable_v<F&, P...>, NoEarlyStop, Nothing> whole{};
     auto function = function_; // the call may change the copy
     return std::invoke(function, static_cast<P&&>(args)...);
   }
@@ -45,9 +45,9 @@ class FunctionAgain {
 
 /// A module that backward can call again.
 template <class M>
-class ModuleAgain {
+class RepeatableModule {
  public:
-  explicit ModuleAgain(const std::shared_ptr<M>& module) : live_(*module), module_(module) {}
+  explicit RepeatableModule(const std::shared_ptr<M>& module) : live_(*module), module_(module) {}
   std::string name() const {
     return live_.name();
   }
@@ -63,7 +63,7 @@ class ModuleAgain {
   }
 
  private:
-  LiveModule live_;
+  WeakModule live_;
   std::weak_ptr<M> module_;
 };
 
@@ -74,14 +74,14 @@ inline constexpr bool is_module_pointer<std::shared_ptr<M>> =
     std::is_base_of_v<torch::nn::Module, M>;
 
 template <class F>
-auto make_again(F&& callee) {
+auto make_repeatable(F&& callee) {
   using T = std::remove_cvref_t<F>;
   if constexpr (torch::detail::is_module_holder<T>::value) {
-    return ModuleAgain<typename T::ContainedType>(callee.ptr());
+    return RepeatableModule<typename T::ContainedType>(callee.ptr());
   } else if constexpr (is_module_pointer<T>) {
-    return ModuleAgain<typename T::element_type>(callee);
+    return RepeatableModule<typename T::element_type>(callee);
   } else {
-    return FunctionAgain<std::decay_t<F>>(std::forward<F>(callee));
+    return RepeatableFunction<std::decay_t<F>>(std::forward<F>(callee));
   }
 }
 
@@ -100,17 +100,20 @@ auto make_again(F&& callee) {
 template <class F, class... A>
 auto checkpoint(const ActivationCheckpointOptions& options, F&& module_or_function, A&&... args) {
   static_assert(
-      detail::can_repeat<detail::Passed<A&&>...>,
+      detail::can_repeat<detail::PassedType<A&&>...>,
       "fsdp::checkpoint keeps its arguments for a second call: give it ones that can be copied, "
       "and no ArrayRef, initializer_list or string_view, which would refer to what is gone by "
       "then");
-  const auto again = detail::make_again(std::forward<F>(module_or_function));
-  if (!detail::CheckpointScope::needed()) {
-    return again.template call<detail::Passed<A&&>...>(static_cast<detail::Passed<A&&>>(args)...);
+  const auto again = detail::make_repeatable(std::forward<F>(module_or_function));
+  if (!detail::RecomputeScope::needed()) {
+    return again.template call<detail::PassedType<A&&>...>(
+        static_cast<detail::PassedType<A&&>>(args)...);
   }
-  using Region = detail::RegionOf<std::remove_const_t<decltype(again)>, detail::Passed<A&&>...>;
-  const detail::CheckpointScope scope(std::make_unique<Region>(again, args...), options);
-  return again.template call<detail::Passed<A&&>...>(static_cast<detail::Passed<A&&>>(args)...);
+  using Call =
+      detail::RepeatableCallOf<std::remove_const_t<decltype(again)>, detail::PassedType<A&&>...>;
+  const detail::RecomputeScope scope(std::make_unique<Call>(again, args...), options);
+  return again.template call<detail::PassedType<A&&>...>(
+      static_cast<detail::PassedType<A&&>>(args)...);
 }
 
 template <class F, class... A>

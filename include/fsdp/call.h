@@ -14,7 +14,7 @@ namespace fsdp {
 template <class Contained, class... A>
 auto call(const torch::nn::ModuleHolder<Contained>& holder, A&&... args) {
   const auto module = holder.ptr();
-  return detail::around_deduced(
+  return detail::run_forward_deduced(
       detail::call_site(*module),
       [&](auto&&... held) -> decltype(module->forward(std::forward<decltype(held)>(held)...)) {
         return module->forward(std::forward<decltype(held)>(held)...);
@@ -28,7 +28,7 @@ auto call(const torch::nn::ModuleHolder<Contained>& holder, A&&... args) {
 template <class Contained, class Method, class... A>
 auto call_method(const torch::nn::ModuleHolder<Contained>& holder, Method&& method, A&&... args) {
   const auto module = holder.ptr();
-  return detail::around_deduced(
+  return detail::run_forward_deduced(
       detail::call_site(*module),
       [&](auto&&... held) -> std::invoke_result_t<Method&, Contained&, decltype(held)...> {
         return std::invoke(method, *module, std::forward<decltype(held)>(held)...);

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include <fsdp/checkpoint_scope.h>
 #include <fsdp/export.h>
+#include <fsdp/recompute_scope.h>
 
 namespace fsdp::detail {
 
@@ -23,7 +23,7 @@ struct ForwardHook {
   using AtOutputs = std::function<void(const Tensors& outputs)>;
 
   std::string name;
-  bool divides = false; // whether the style divides parameters, too
+  bool divides_params = false; // whether the style divides parameters, too
   /// Gets the inputs of each call. The function that it returns, if any, gets the outputs, and is
   /// destroyed when the call ends, also by an exception. Both functions may replace the tensors.
   std::function<AtOutputs(const Tensors& inputs)> begin = {};
@@ -36,7 +36,7 @@ struct CallSite {
   std::shared_ptr<FSDPState> state;
   const void* module;
   const std::vector<ForwardHook>* hooks = nullptr;
-  std::optional<ActivationCheckpointOptions> checkpoint = {};
+  std::optional<ActivationCheckpointOptions> recompute = {};
 
   bool has_hooks() const {
     return hooks && !hooks->empty();

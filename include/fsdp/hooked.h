@@ -18,8 +18,8 @@
 #include <utility>
 #include <vector>
 
-#include <fsdp/checkpointed_call.h>
 #include <fsdp/forward_scope.h>
+#include <fsdp/recomputed_call.h>
 #include <fsdp/tree.h>
 
 namespace fsdp {
@@ -35,11 +35,11 @@ class FSDP_API Hookable {
   std::shared_ptr<detail::FSDPState> fsdp_state; // null until fully_shard
   std::vector<detail::ForwardHook> fsdp_hooks;   // empty until parallelize_module
   /// Set by apply_activation_checkpointing.
-  std::optional<ActivationCheckpointOptions> fsdp_checkpoint;
+  std::optional<ActivationCheckpointOptions> fsdp_recompute;
 
  protected:
   Hookable() = default;
-  Hookable(const Hookable& other) noexcept : fsdp_checkpoint(other.fsdp_checkpoint) {}
+  Hookable(const Hookable& other) noexcept : fsdp_recompute(other.fsdp_recompute) {}
   Hookable& operator=(const Hookable&) noexcept {
     return *this;
   }
@@ -55,11 +55,11 @@ namespace detail {
 // An argument that holds tensors and is taken by value, const& or && is copied, so that its
 // tensors can be replaced. A non-const T& is passed through, because the module may write to it.
 template <class P>
-inline constexpr bool kHeld =
+inline constexpr bool kCopied =
     HasTree<std::remove_cvref_t<P>> &&
     (!std::is_lvalue_reference_v<P> || std::is_const_v<std::remove_reference_t<P>>);
 template <class P>
-using Held = std::conditional_t<kHeld<P>, std::remove_cvref_t<P>, P&&>;
+using HeldArgument = std::conditional_t<kCopied<P>, std::remove_cvref_t<P>, P&&>;
 // A result that holds tensors is returned by value, because its tensors may be replaced.
 template <class R>
 using Result = std::conditional_t<HasTree<std::remove_cvref_t<R>>, std::remove_cvref_t<R>, R>;
@@ -72,43 +72,44 @@ void collect(T& value, std::vector<at::Tensor*>& tensors) {
 /// A call by fsdp::call: with the sharding state. A hooked module's own forward adds its hooks.
 FSDP_API CallSite call_site(const torch::nn::Module& module);
 /// A call that recomputes activations: with the module's hooks, and not checkpointed again.
-FSDP_API CallSite site_of_recomputation(const torch::nn::Module& module);
+FSDP_API CallSite recomputation_site(const torch::nn::Module& module);
 
 template <class... P, class Body>
-auto around(const CallSite& site, const Body& body, P&&... args)
+auto run_forward(const CallSite& site, const Body& body, P&&... args)
     -> Result<std::invoke_result_t<const Body&, P...>>;
 
 /// Makes the same call again for a recomputation. The hooks run again, as in Python.
 template <class Body>
-class BodyAgain {
+class RepeatableForward {
  public:
-  BodyAgain(const torch::nn::Module& module, const Body& body) : module_(module), body_(body) {}
+  RepeatableForward(const torch::nn::Module& module, const Body& body)
+      : module_(module), body_(body) {}
   std::string name() const {
     return module_.name();
   }
   template <class... P>
   void call(P&&... args) const {
     const auto module = module_.lock();
-    around<P...>(site_of_recomputation(*module), body_, static_cast<P&&>(args)...);
+    run_forward<P...>(recomputation_site(*module), body_, static_cast<P&&>(args)...);
   }
 
  private:
-  LiveModule module_;
+  WeakModule module_;
   Body body_;
 };
 
 /// Runs `call(args...)`. The scope gets the tensors of the inputs before it and of the outputs
 /// after it.
 template <class... P, class Scope, class Call>
-auto between(Scope& scope, const Call& call, P&&... args)
+auto run_in_scope(Scope& scope, const Call& call, P&&... args)
     -> Result<std::invoke_result_t<const Call&, P...>> {
   using R = Result<std::invoke_result_t<const Call&, P...>>;
-  std::tuple<Held<P>...> held(static_cast<P&&>(args)...);
+  std::tuple<HeldArgument<P>...> held(static_cast<P&&>(args)...);
   std::vector<at::Tensor*> tensors;
   const auto run = [&]<size_t... I>(std::index_sequence<I...>) -> R {
     (
         [&] {
-          if constexpr (kHeld<P>) {
+          if constexpr (kCopied<P>) {
             collect(std::get<I>(held), tensors);
           }
         }(),
@@ -138,19 +139,19 @@ auto run_hooked(const CallSite& site, const Body& body, P&&... args)
     return body(static_cast<P&&>(args)...);
   }
   HookScope scope(*site.hooks);
-  return between<P...>(scope, body, static_cast<P&&>(args)...);
+  return run_in_scope<P...>(scope, body, static_cast<P&&>(args)...);
 }
 
-/// The same, in a CheckpointScope if the module's calls are checkpointed.
+/// The same, in a RecomputeScope if the module's calls are checkpointed.
 template <class... P, class Body>
-auto compute(const CallSite& site, const Body& body, P&&... args)
+auto run_checkpointed(const CallSite& site, const Body& body, P&&... args)
     -> Result<std::invoke_result_t<const Body&, P...>> {
-  if (site.checkpoint && CheckpointScope::needed()) {
+  if (site.recompute && RecomputeScope::needed()) {
     const auto& module = *static_cast<const torch::nn::Module*>(site.module);
     if constexpr (can_repeat<P...>) {
-      using Region = RegionOf<BodyAgain<Body>, P...>;
-      const CheckpointScope scope(
-          std::make_unique<Region>(BodyAgain<Body>(module, body), args...), *site.checkpoint);
+      using Call = RepeatableCallOf<RepeatableForward<Body>, P...>;
+      const RecomputeScope scope(
+          std::make_unique<Call>(RepeatableForward<Body>(module, body), args...), *site.recompute);
       return run_hooked<P...>(site, body, static_cast<P&&>(args)...);
     } else {
       refuse_arguments(module);
@@ -162,7 +163,7 @@ auto compute(const CallSite& site, const Body& body, P&&... args)
 /// Runs `body(args...)` as a forward of the module, between pre-forward and post-forward. P are
 /// the parameter types of the callee.
 template <class... P, class Body>
-auto around(const CallSite& site, const Body& body, P&&... args)
+auto run_forward(const CallSite& site, const Body& body, P&&... args)
     -> Result<std::invoke_result_t<const Body&, P...>> {
   using R = Result<std::invoke_result_t<const Body&, P...>>;
   static_assert(
@@ -170,13 +171,13 @@ auto around(const CallSite& site, const Body& body, P&&... args)
       "fsdp: cannot find the tensors in what forward returns: write FSDP_TREE(Type, members...) "
       "or specialise fsdp::Tree<Type>");
   if (!ForwardScope::needed(site)) {
-    return compute<P...>(site, body, static_cast<P&&>(args)...);
+    return run_checkpointed<P...>(site, body, static_cast<P&&>(args)...);
   }
   ForwardScope scope(site);
   const auto call = [&](P&&... held) -> R {
-    return compute<P...>(site, body, static_cast<P&&>(held)...);
+    return run_checkpointed<P...>(site, body, static_cast<P&&>(held)...);
   };
-  return between<P...>(scope, call, static_cast<P&&>(args)...);
+  return run_in_scope<P...>(scope, call, static_cast<P&&>(args)...);
 }
 
 // If the callee's parameter types are not known (overloads, templates), an lvalue that holds
@@ -188,11 +189,11 @@ using AsConst = std::conditional_t<
     A>;
 
 template <class Body, class... A>
-auto around_deduced(const CallSite& site, const Body& body, A&&... args) {
+auto run_forward_deduced(const CallSite& site, const Body& body, A&&... args) {
   if constexpr (std::is_invocable_v<const Body&, AsConst<A&&>...>) {
-    return around<AsConst<A&&>...>(site, body, static_cast<AsConst<A&&>>(args)...);
+    return run_forward<AsConst<A&&>...>(site, body, static_cast<AsConst<A&&>>(args)...);
   } else {
-    return around<A&&...>(site, body, std::forward<A>(args)...);
+    return run_forward<A&&...>(site, body, std::forward<A>(args)...);
   }
 }
 
@@ -239,16 +240,16 @@ struct ForwardProbe : Impl, ForwardDecoy {};
 template <class Impl>
 concept HasForward = !requires { &ForwardProbe<Impl>::forward; }; // ambiguous if Impl has one
 template <class Impl>
-struct Access : Impl {};
+struct ForwardAccess : Impl {};
 template <HasForward Impl>
-struct Access<Impl> : Impl {
+struct ForwardAccess<Impl> : Impl {
   using Impl::forward;
 };
 template <class Impl>
 struct Signature : Parse<void> {};
 template <class Impl>
-  requires requires { &Access<Impl>::forward; }
-struct Signature<Impl> : Parse<decltype(&Access<Impl>::forward)> {};
+  requires requires { &ForwardAccess<Impl>::forward; }
+struct Signature<Impl> : Parse<decltype(&ForwardAccess<Impl>::forward)> {};
 template <class Impl, size_t I>
 using Param = typename Signature<Impl>::template P<I>;
 
@@ -323,7 +324,7 @@ class FsdpBase
     }
     if constexpr (std::is_move_constructible_v<FsdpImpl>) {
       auto hooked = std::make_shared<Hooked<FsdpImpl>>(std::move(*impl));
-      hooked->fsdp_checkpoint = this->fsdp_checkpoint;
+      hooked->fsdp_recompute = this->fsdp_recompute;
       return hooked;
     } else {
       TORCH_CHECK(false, "clone: ", fsdp_type_name(), " cannot be moved");
@@ -343,13 +344,13 @@ class FsdpBase
   CallSite fsdp_site() const {
     return {
         this->fsdp_state, static_cast<const torch::nn::Module*>(this), &this->fsdp_hooks,
-        this->fsdp_checkpoint};
+        this->fsdp_recompute};
   }
   template <class Self, size_t... I>
   static decltype(auto) fsdp_run(
       Self& self, std::index_sequence<I...>, std::remove_reference_t<Param<FsdpImpl, I>>&... args) {
-    using Whole = std::conditional_t<Signature<FsdpImpl>::is_noexcept, RunsToTheEnd, FsdpNothing>;
-    return around<Param<FsdpImpl, I>...>(
+    using Whole = std::conditional_t<Signature<FsdpImpl>::is_noexcept, NoEarlyStop, FsdpNothing>;
+    return run_forward<Param<FsdpImpl, I>...>(
         self.fsdp_site(),
         [&self](Param<FsdpImpl, I>&&... held) -> decltype(auto) {
           [[maybe_unused]] const Whole whole{};
@@ -401,12 +402,14 @@ class FsdpShort<Impl, std::index_sequence<I...>>
   Result<typename Signature<Impl>::R> forward(Param<Impl, I>... args) &
       requires(
           !Signature<Impl>::is_const &&
-          requires(Access<Impl>& m) { m.forward(std::declval<Param<Impl, I>>()...); }) {
+          requires(ForwardAccess<Impl>& m) { m.forward(std::declval<Param<Impl, I>>()...); }) {
         return this->fsdp_run(*this, std::index_sequence<I...>{}, args...);
       } Result<typename Signature<Impl>::R> forward(Param<Impl, I>... args) const&
         requires(
             Signature<Impl>::is_const &&
-            requires(const Access<Impl>& m) { m.forward(std::declval<Param<Impl, I>>()...); })
+            requires(const ForwardAccess<Impl>& m) {
+              m.forward(std::declval<Param<Impl, I>>()...);
+            })
   {
     return this->fsdp_run(*this, std::index_sequence<I...>{}, args...);
   }
@@ -427,12 +430,16 @@ class Hooked : public detail::FsdpBase<Impl> {
   using detail::FsdpBase<Impl>::FsdpBase;
 
   template <class... A>
-    requires requires(detail::Access<Impl>& m, A&&... a) { m.forward(std::forward<A>(a)...); }
+    requires requires(detail::ForwardAccess<Impl>& m, A&&... a) {
+      m.forward(std::forward<A>(a)...);
+    }
   auto forward(A&&... args) {
     return fsdp_forward(*this, std::forward<A>(args)...);
   }
   template <class... A>
-    requires requires(const detail::Access<Impl>& m, A&&... a) { m.forward(std::forward<A>(a)...); }
+    requires requires(const detail::ForwardAccess<Impl>& m, A&&... a) {
+      m.forward(std::forward<A>(a)...);
+    }
   auto forward(A&&... args) const {
     return fsdp_forward(*this, std::forward<A>(args)...);
   }
@@ -440,7 +447,7 @@ class Hooked : public detail::FsdpBase<Impl> {
  private:
   template <class Self, class... A>
   static auto fsdp_forward(Self& self, A&&... args) {
-    return detail::around_deduced(
+    return detail::run_forward_deduced(
         self.fsdp_site(),
         [&self](
             auto&&... held) -> decltype(self.Impl::forward(std::forward<decltype(held)>(held)...)) {
@@ -525,7 +532,7 @@ class Hooked<torch::nn::SequentialImpl> : public detail::FsdpBase<torch::nn::Seq
   template <class ReturnType = at::Tensor, class... A>
   ReturnType forward(A&&... args) {
     auto& self = *this;
-    return detail::around_deduced(
+    return detail::run_forward_deduced(
         this->fsdp_site(),
         [&self](auto&&... held) -> ReturnType {
           return self.torch::nn::SequentialImpl::template forward<ReturnType>(

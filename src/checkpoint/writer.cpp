@@ -22,7 +22,7 @@ namespace {
 using nlohmann::json;
 
 /// What each rank tells the others when a save begins.
-struct Greeting {
+struct HelloMessage {
   std::string error; // why this rank cannot take part; else empty
   std::string path;
   std::string id; // set on rank 0 only
@@ -30,9 +30,9 @@ struct Greeting {
   std::string places;
 };
 
-std::vector<Greeting> exchange_greetings(const Greeting& mine) {
+std::vector<HelloMessage> exchange_hello_messages(const HelloMessage& mine) {
   const json text{mine.error, mine.path, mine.id, mine.checksum, mine.places};
-  std::vector<Greeting> all;
+  std::vector<HelloMessage> all;
   for (const auto& theirs :
        gather_texts(text.dump(-1, ' ', false, json::error_handler_t::replace))) {
     const auto fields = json::parse(theirs).get<std::vector<std::string>>();
@@ -41,7 +41,7 @@ std::vector<Greeting> exchange_greetings(const Greeting& mine) {
   return all;
 }
 
-void check_greetings(const std::vector<Greeting>& all) {
+void check_hello_messages(const std::vector<HelloMessage>& all) {
   for (size_t rank = 0; rank < all.size(); ++rank) {
     const auto& error = all[rank].error;
     FSDP_CHECK_AS(
@@ -168,7 +168,7 @@ SaveJob begin_save(
       .is_gone = watch_ranks()};
   // An error that only this rank finds has to reach the others.
   PlanRequest request;
-  Greeting mine;
+  HelloMessage mine;
   try {
     finish_previous_save();
     publication.target = clean_path(path);
@@ -182,15 +182,15 @@ SaveJob begin_save(
   }
   bool agreed = false;
   try {
-    const auto all = exchange_greetings(mine);
-    check_greetings(all);
+    const auto all = exchange_hello_messages(mine);
+    check_hello_messages(all);
     publication.id = all[0].id;
     agreed = true;
     std::vector<std::string> places;
     bool equal = true;
-    for (const auto& greeting : all) {
-      places.push_back(greeting.places);
-      equal = equal && greeting.checksum == all[0].checksum;
+    for (const auto& hello : all) {
+      places.push_back(hello.places);
+      equal = equal && hello.checksum == all[0].checksum;
     }
     const auto lists = equal ? std::vector<std::string>{request.list} : gather_texts(request.list);
     job.plan = make_plan(state, world.rank, lists, places);

@@ -47,12 +47,13 @@ struct FromProcessGroup : Default {
 } // namespace
 
 void check_flat(
-    const at::Tensor& flat, int64_t numel, at::ScalarType dtype, std::string_view whose) {
+    const at::Tensor& flat, int64_t numel, at::ScalarType dtype, std::string_view function_name) {
   TORCH_CHECK_VALUE(
       flat.defined() && flat.dim() == 1 && flat.numel() == numel && flat.is_contiguous() &&
           flat.scalar_type() == dtype,
-      "[fully_shard] ", whose, " should leave a contiguous 1D tensor of ", numel, " elements of ",
-      dtype, ", but left ", flat.defined() ? c10::str(flat.scalar_type(), flat.sizes()) : "none");
+      "[fully_shard] ", function_name, " should leave a contiguous 1D tensor of ", numel,
+      " elements of ", dtype, ", but left ",
+      flat.defined() ? c10::str(flat.scalar_type(), flat.sizes()) : "none");
 }
 
 std::shared_ptr<AllGather> default_all_gather() {

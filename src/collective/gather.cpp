@@ -10,18 +10,18 @@
 
 namespace fsdp::detail {
 
-void Gathered::wait(const OptionalStream& current) {
+void PendingGather::wait(const OptionalStream& current) {
   issued.block(current);
   work.wait();
 }
 
-Gathered start_gather(
+PendingGather start_gather(
     AllGather& comm,
     at::Tensor input,
     ProcessGroup group,
     const GatherStreams& streams,
     at::Tensor buffer) {
-  Gathered gathered;
+  PendingGather gathered;
   gathered.buffer = std::move(buffer);
   if (!gathered.buffer.defined()) {
     const c10::OptionalStreamGuard on(streams.copy_in);
@@ -40,12 +40,12 @@ Gathered start_gather(
   return gathered;
 }
 
-Gathered start_placed_gather(
+PendingGather start_placed_gather(
     at::Tensor input,
     const ProcessGroup& group,
     std::shared_ptr<const GatherPlan> plan,
     const GatherStreams& streams) {
-  Gathered gathered;
+  PendingGather gathered;
   gathered.placed = true;
   gathered.stream = streams.all_gather;
   gathered.input = std::move(input);
@@ -68,7 +68,7 @@ void copy_out(const at::Tensor& buffer, const GatherPlan& plan, const at::Tensor
          .from = static_cast<const char*>(buffer.const_data_ptr()) + part.in * size,
          .from_step = plan.in_numel * size,
          .size = part.numel * size,
-         .bytes = part.whole * size});
+         .bytes = part.unpadded_numel * size});
   }
 }
 

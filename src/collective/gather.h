@@ -33,7 +33,7 @@ struct GatherStreams {
 
 /// An all-gather in progress. `input` and `buffer` must live until all readers of `buffer` have
 /// been queued.
-struct Gathered {
+struct PendingGather {
   at::Tensor input;  // 1D
   at::Tensor buffer; // 1D: every rank's input, or, if placed, the whole parameters
   Work work;
@@ -47,7 +47,7 @@ struct Gathered {
 
 /// Gathers every rank's `input` into `buffer`. `input` may be this rank's part of `buffer`. If
 /// `buffer` is undefined, a new one is allocated.
-Gathered start_gather(
+PendingGather start_gather(
     AllGather& comm,
     at::Tensor input,
     ProcessGroup group,
@@ -56,7 +56,7 @@ Gathered start_gather(
 
 /// Gathers by `plan`, so that there is nothing to copy out. The group must support placed gathers.
 /// The buffer is allocated on the all-gather stream, and only this stream writes to it.
-Gathered start_placed_gather(
+PendingGather start_placed_gather(
     at::Tensor input,
     const ProcessGroup& group,
     std::shared_ptr<const GatherPlan> plan,

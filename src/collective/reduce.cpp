@@ -14,7 +14,7 @@ namespace fsdp::detail {
 namespace {
 
 /// Returns the gradient with each rank's part as consecutive rows (dim 0).
-at::Tensor by_rows(const ReduceInput& input, int64_t num_ranks) {
+at::Tensor rank_parts_as_rows(const ReduceInput& input, int64_t num_ranks) {
   if (input.shard_dim == 0 || num_ranks == 1) {
     return input.grad;
   }
@@ -78,7 +78,7 @@ void lay_out(const at::Tensor& flat, const std::vector<at::Tensor>& grads, int64
 
 } // namespace
 
-Reducing start_reduce(
+PendingReduce start_reduce(
     ReduceScatter& comm, std::vector<ReduceInput>& inputs, const ReduceRequest& request) {
   at::NoGradGuard no_grad;
   auto group = request.group;
@@ -90,12 +90,12 @@ Reducing start_reduce(
     if (input.grad.numel() == 0) {
       continue; // _chunk_cat refuses empty tensors
     }
-    grads.push_back(by_rows(input, num_ranks));
+    grads.push_back(rank_parts_as_rows(input, num_ranks));
     const auto rows = grads.back().size(0);
     shard_numel += divide_up(rows, num_ranks) * (grads.back().numel() / rows);
   }
   inputs.clear();
-  Reducing reducing;
+  PendingReduce reducing;
   const auto allocate = [&](int64_t numel) {
     auto flat = comm.allocate({numel}, options);
     check_flat(flat, numel, request.reduce_dtype, "the reduce-scatter's allocate");
@@ -123,7 +123,7 @@ Reducing start_reduce(
   return reducing;
 }
 
-at::Tensor finish_reduce(Reducing& reducing, const ReduceRequest& request) {
+at::Tensor finish_reduce(PendingReduce& reducing, const ReduceRequest& request) {
   at::NoGradGuard no_grad;
   reducing.work.wait();
   if (request.factors.post) {

@@ -26,7 +26,7 @@ struct ReduceRequest {
 };
 
 /// A reduction in progress. `input` must live until the reduction is complete.
-struct Reducing {
+struct PendingReduce {
   at::Tensor input;  // 1D
   at::Tensor output; // 1D
   Work work;
@@ -35,11 +35,11 @@ struct Reducing {
 /// Copies the gradients into one buffer in the reduce dtype: every rank's shards, rank after rank,
 /// padded with zeros to equal lengths. Then starts the reduce-scatter. Clears `inputs`, so that the
 /// gradients are freed as soon as they are copied. See Note [Flat layout of a group].
-Reducing start_reduce(
+PendingReduce start_reduce(
     ReduceScatter& comm, std::vector<ReduceInput>& inputs, const ReduceRequest& request);
 
 /// Makes the current stream wait and returns this rank's flat reduced shard: the padded shards of
 /// the gradients, in order. `reducing.input` stays alive for streams that still read it.
-at::Tensor finish_reduce(Reducing& reducing, const ReduceRequest& request);
+at::Tensor finish_reduce(PendingReduce& reducing, const ReduceRequest& request);
 
 } // namespace fsdp::detail

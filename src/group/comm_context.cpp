@@ -33,7 +33,7 @@ GatherStreams CommContext::gather_streams(c10::Device device, bool own) const {
   return {current, current};
 }
 
-void CommContext::park(Gathered gathered, StreamEvent copied_out) {
+void CommContext::park(PendingGather gathered, StreamEvent copied_out) {
   parked_ = Parked{std::move(gathered), std::move(copied_out)};
 }
 

@@ -68,10 +68,10 @@ class CommContext {
   GatherStreams gather_streams(c10::Device device, bool own) const;
 
   /// Keeps a gathered buffer whose copy-out has been enqueued, and drops the one before.
-  void park(Gathered gathered, StreamEvent copied_out);
+  void park(PendingGather gathered, StreamEvent copied_out);
   void release_parked();
   /// Null if nothing is parked.
-  const Gathered* parked() const {
+  const PendingGather* parked() const {
     return parked_ ? &parked_->gathered : nullptr;
   }
 
@@ -112,7 +112,7 @@ class CommContext {
 
  private:
   struct Parked {
-    Gathered gathered;
+    PendingGather gathered;
     StreamEvent copied_out;
   };
 

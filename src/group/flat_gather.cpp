@@ -24,7 +24,7 @@ auto in_extension(const char* function, const FSDPParam& param, F call) {
 
 } // namespace
 
-Gathered FlatParams::start_gather(
+PendingGather FlatParams::start_gather(
     const std::shared_ptr<AllGather>& comm, const GatherStreams& streams) {
   const bool is_default = comm == default_all_gather();
   const bool placed = backend_places_ && is_default;
@@ -113,7 +113,7 @@ int64_t FlatParams::make_payloads(const at::Tensor& shard) {
   return bytes;
 }
 
-void FlatParams::take(Gathered& gathered) {
+void FlatParams::take(PendingGather& gathered) {
   if (gathered.placed) {
     whole_->adopt(std::exchange(gathered.buffer, at::Tensor()));
     whole_stream_ = gathered.stream;
@@ -125,7 +125,7 @@ void FlatParams::take(Gathered& gathered) {
   divided_ = at::Tensor();
 }
 
-void FlatParams::copy_out_all(const Gathered& gathered) {
+void FlatParams::copy_out_all(const PendingGather& gathered) {
   at::NoGradGuard no_grad;
   if (divided_.defined()) {
     at::AutoDispatchBelowADInplaceOrView below_autograd; // as copy_out

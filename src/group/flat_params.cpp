@@ -16,21 +16,21 @@
 namespace fsdp::detail {
 
 void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh) {
-  const auto spread = Spread::find(spec.param);
+  const auto piece = TensorPiece::find(spec.param);
   const auto& group = mesh.shard_group;
   try {
     // The pieces of the others too, so that all ranks refuse what one cannot do.
     std::vector<std::vector<int64_t>> pieces{spec.param.sizes().vec()};
-    if (spread) {
-      pieces = spread->piece_sizes();
+    if (piece) {
+      pieces = piece->piece_sizes();
     }
     for (const auto& sizes : pieces) {
       (void)shard_geometry(spec.name, sizes, spec.shard_dim, group.size(), group.rank());
     }
-    (void)placed_over(mesh, spec.shard_dim, spec.param.sizes().vec(), spread.get());
+    (void)data_parallel_placement(mesh, spec.shard_dim, spec.param.sizes().vec(), piece.get());
   } catch (c10::Error& error) {
     error.add_context(c10::str(
-        "parameter '", spec.name, "', over ", (mesh.whole ? mesh.whole->mesh : mesh.mesh).str()));
+        "parameter '", spec.name, "', over ", (mesh.parent ? mesh.parent->mesh : mesh.mesh).str()));
     throw;
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -189,7 +189,7 @@ std::shared_ptr<const GatherPlan> FlatParams::gather_plan() const {
         {.in = part.gathered.offset,
          .out = part.unsharded_offset,
          .numel = part.gathered.numel,
-         .whole =
+         .unpadded_numel =
              c10::multiply_integers(params_[i]->geometry().sizes) * static_cast<int64_t>(units)});
   }
   return std::make_shared<GatherPlan>(std::move(plan));
@@ -293,7 +293,7 @@ void FlatParams::divide() {
   divided_ = whole_->tensor().narrow(0, neighbours_.rank() * numel, numel).clone();
 }
 
-Gathered FlatParams::start_neighbour_gather(AllGather& comm, const GatherStreams& streams) {
+PendingGather FlatParams::start_neighbour_gather(AllGather& comm, const GatherStreams& streams) {
   // The current stream has written this rank's part.
   wait_for_stream(streams.copy_in, optional_current_stream(device()));
   return detail::start_gather(comm, divided_, neighbours_, streams);
@@ -308,7 +308,7 @@ void FlatParams::show(Face face) {
     return;
   }
   for (const auto& param : params_) {
-    if (whole_ && face == Face::Sharded && param->take_unsharded_edit()) {
+    if (whole_ && face == Face::Sharded && param->check_and_clear_unsharded_edit()) {
       TORCH_WARN(
           "[fully_shard] parameter '", param->name(),
           "' was written to while it was unsharded; this is lost. Write to its shard, while it is "

@@ -94,9 +94,9 @@ class FlatParams {
   // ---- Whole parameters
 
   /// Starts an all-gather of all shards.
-  Gathered start_gather(const std::shared_ptr<AllGather>& comm, const GatherStreams& streams);
+  PendingGather start_gather(const std::shared_ptr<AllGather>& comm, const GatherStreams& streams);
   /// Makes the gathered parameters the whole ones, on the current stream.
-  void take(Gathered& gathered);
+  void take(PendingGather& gathered);
   /// Forgets what extensions sent in the gather that was started last.
   void drop_payloads() {
     payloads_.clear();
@@ -119,7 +119,7 @@ class FlatParams {
   /// Keeps this rank's part of the whole parameters, for a gather among its neighbours.
   void divide();
   /// Starts an all-gather of the neighbours' parts.
-  Gathered start_neighbour_gather(AllGather& comm, const GatherStreams& streams);
+  PendingGather start_neighbour_gather(AllGather& comm, const GatherStreams& streams);
   void drop_divided() {
     divided_ = at::Tensor();
   }
@@ -144,7 +144,7 @@ class FlatParams {
   void abandon_whole();
   at::Tensor gather_input(AllGather* allocator, at::Tensor& buffer);
   int64_t make_payloads(const at::Tensor& shard);
-  void copy_out_all(const Gathered& gathered);
+  void copy_out_all(const PendingGather& gathered);
   void copy_out_payloads(std::vector<at::Tensor> outputs);
 
   const ProcessGroup ranks_;

@@ -91,7 +91,7 @@ void FSDPParamGroup::log_layout() const {
 
 void FSDPParamGroup::visit_memory(const MemoryVisitor& visit) const {
   flat_.visit_memory(visit); // first: the shard may be the input of a gather
-  const auto visit_gather = [&](const Gathered& gathered) {
+  const auto visit_gather = [&](const PendingGather& gathered) {
     visit(&MemoryStats::communication, gathered.input);
     visit(&MemoryStats::communication, gathered.buffer);
   };

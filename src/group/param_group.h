@@ -158,7 +158,7 @@ class FSDPParamGroup {
   bool from_first_replica_; // until it was done
 
   ParamsState state_ = ParamsState::Sharded;
-  std::optional<Gathered> gather_;             // exactly while Gathering
+  std::optional<PendingGather> gather_;        // exactly while Gathering
   UnshardFor gathered_for_ = UnshardFor::User; // of the gather that was started last
   bool whole_before_forward_ = false;          // before the forward that is running
   // Last, so that it ends first.

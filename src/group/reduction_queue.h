@@ -15,7 +15,7 @@ class GradReducer;
 /// The reduction of one group's gradients of one dtype, from its start to its end.
 struct Reduction {
   std::weak_ptr<GradReducer> reducer; // if it is gone, so are the parameters
-  Reducing reducing;
+  PendingReduce reducing;
   ReduceRequest request;
   std::vector<FSDPParam*> params;
   bool all_reduce = true;          // over the replicas, in this backward

@@ -149,11 +149,11 @@ LaunchEnv read_launch_env(const GetEnv& get) {
   auto launch = read ? read(env) : LaunchEnv();
   launch.master_addr = env.text("MASTER_ADDR", launch.master_addr);
   launch.master_port = env.number("MASTER_PORT", launch.master_port);
-  check_place(launch.launcher, launch.rank, launch.world_size);
+  check_rank_in_world(launch.launcher, launch.rank, launch.world_size);
   return launch;
 }
 
-void check_place(const std::string& who, int rank, int world_size) {
+void check_rank_in_world(const std::string& who, int rank, int world_size) {
   FSDP_CHECK_AS(
       ConfigError, world_size >= 1 && rank >= 0 && rank < world_size, who, ": rank ", rank, " of ",
       world_size, ": ranks count from 0 and end below the world size");

@@ -34,7 +34,7 @@ LaunchEnv read_launch_env(const GetEnv& get);
 
 /// Throws ConfigError unless `rank` is a rank of a world of `world_size`. The
 /// message begins with `who`.
-void check_place(const std::string& who, int rank, int world_size);
+void check_rank_in_world(const std::string& who, int rank, int world_size);
 
 /// Completes the address and port of the store. Throws ConfigError that says which
 /// variable to set if the host of rank 0 is unknown.

@@ -41,14 +41,14 @@ void Liveness::set_peers(std::vector<std::string> endpoints) {
   }
   const auto deadline = std::chrono::steady_clock::now() + kAnswerWithin;
   for (const auto& connection : begun) {
-    answered_.push_back(is_made(connection, deadline));
+    answered_.push_back(wait_connected(connection, deadline));
   }
-  drop_callers();
+  close_accepted();
 }
 
 /// Closes the connections that the kernel has accepted for this rank. A peer learns
 /// from the accept that this rank is alive, and waiting connections would fill the queue.
-void Liveness::drop_callers() const {
+void Liveness::close_accepted() const {
   pollfd waiting{.fd = listener_.fd.get(), .events = POLLIN, .revents = 0};
   while (poll(&waiting, 1, 0) == 1) {
     const Fd caller(accept4(waiting.fd, nullptr, nullptr, SOCK_CLOEXEC));
@@ -64,7 +64,7 @@ bool Liveness::is_gone(int rank) {
     return false;
   }
   const std::lock_guard lock(mutex_);
-  drop_callers();
+  close_accepted();
   auto& connection = connections_.at(index);
   if (!is_connected(connection)) {
     const Address peer(endpoints_[index]);

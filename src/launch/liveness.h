@@ -31,7 +31,7 @@ class Liveness {
   std::vector<int> gone();
 
  private:
-  void drop_callers() const;
+  void close_accepted() const;
 
   const std::string address_;
   const Listener listener_;

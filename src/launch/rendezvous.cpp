@@ -23,7 +23,7 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 /// How long the result of a rendezvous may take to reach every rank on a busy machine.
-constexpr auto kPatience = std::chrono::seconds(5);
+constexpr auto kResultTimeout = std::chrono::seconds(5);
 
 c10::intrusive_ptr<c10d::Store> file_store(const std::string& url, int world_size) {
   const auto path = url.substr(std::string("file://").size());
@@ -51,9 +51,9 @@ std::string machine_id() {
 /// the ranks read O(ranks) keys and not O(ranks^2). Rank 0 calls `check`, which
 /// returns what is wrong with a rank's value, or "". At the first error the
 /// exchange ends on all ranks.
-class Exchange {
+class StoreAllGather {
  public:
-  Exchange(c10d::Store& store, int rank, int world_size, milliseconds timeout)
+  StoreAllGather(c10d::Store& store, int rank, int world_size, milliseconds timeout)
       : store_(store), rank_(rank), world_size_(world_size), deadline_(Clock::now() + timeout) {}
 
   using Check = std::function<std::string(int rank, const std::string& value)>;
@@ -68,7 +68,7 @@ class Exchange {
     const auto result = topic + "/all";
     // Waits longer than rank 0, which reports at the deadline which ranks are missing.
     FSDP_CHECK_AS(
-        CommError, appears_before(result, deadline_ + kPatience), "rank ", rank_,
+        CommError, appears_before(result, deadline_ + kResultTimeout), "rank ", rank_,
         " reached the store, but rank 0 did not answer in time: is it running?");
     auto values = split(store_.get_to_str(result), '\n');
     if (values.front() == "error") {
@@ -135,7 +135,7 @@ class Exchange {
   [[noreturn]] void end_for_all(
       const std::string& topic, const std::string& error, int64_t num_arrived) {
     store_.set(topic + "/all", "error\n" + error);
-    const auto patience = Clock::now() + kPatience;
+    const auto patience = Clock::now() + kResultTimeout;
     while (store_.add(topic + "/told", 0) < num_arrived && Clock::now() < patience) {
       std::this_thread::sleep_for(milliseconds(10));
     }
@@ -158,9 +158,9 @@ void claim_rank(c10d::Store& store, int rank, const std::string& init_method) {
 }
 
 /// Checks that all ranks have arrived and agree on world size and backend. Gives
-/// `met` a store for this world only, this rank's address and the liveness check.
-void agree(
-    Rendezvous& met,
+/// `rendezvous` a store for this world only, this rank's address and the liveness check.
+void verify_world(
+    Rendezvous& rendezvous,
     const InitOptions& options,
     const std::string& backend,
     const LaunchEnv& launch,
@@ -168,13 +168,14 @@ void agree(
   // Counts the worlds of this process, which may leave one and join another over
   // the same store.
   static std::atomic<int> generation{0};
-  met.store = c10::make_intrusive<c10d::PrefixStore>(
-      c10::str("fsdp/", launch.attempt, "/", generation++), met.store);
-  met.store->setTimeout(options.timeout);
-  claim_rank(*met.store, met.rank, options.init_method);
+  rendezvous.store = c10::make_intrusive<c10d::PrefixStore>(
+      c10::str("fsdp/", launch.attempt, "/", generation++), rendezvous.store);
+  rendezvous.store->setTimeout(options.timeout);
+  claim_rank(*rendezvous.store, rendezvous.rank, options.init_method);
 
-  const auto agreed = c10::str("world size ", met.world_size, ", backend ", backend);
-  Exchange exchange(*met.store, met.rank, met.world_size, options.timeout);
+  const auto agreed = c10::str("world size ", rendezvous.world_size, ", backend ", backend);
+  StoreAllGather all_gather(
+      *rendezvous.store, rendezvous.rank, rendezvous.world_size, options.timeout);
   const auto disagreement = [&](int rank, const std::string& value) -> std::string {
     const auto theirs = split(value, '|').front();
     return theirs == agreed
@@ -182,30 +183,31 @@ void agree(
                : c10::str(
                      "the ranks disagree: rank 0 has ", agreed, ", rank ", rank, " has ", theirs);
   };
-  const auto machines = exchange("hello", agreed + "|" + machine_id(), disagreement);
+  const auto machines = all_gather("hello", agreed + "|" + machine_id(), disagreement);
   const auto rank0 = split(machines[0], '|').front();
   FSDP_CHECK_AS(
-      CommError, rank0 == agreed, "the ranks disagree: rank 0 has ", rank0, ", rank ", met.rank,
-      " has ", agreed);
+      CommError, rank0 == agreed, "the ranks disagree: rank 0 has ", rank0, ", rank ",
+      rendezvous.rank, " has ", agreed);
 
   const bool one_machine = std::all_of(
       machines.begin(), machines.end(), [&](const auto& m) { return m == machines[0]; });
-  met.address = one_machine ? "127.0.0.1" : address_for_peers(master_host);
-  met.liveness = std::make_shared<Liveness>(met.address);
-  met.liveness->set_peers(
-      exchange("alive", met.liveness->endpoint(), [](int, const std::string&) { return ""; }));
+  rendezvous.address = one_machine ? "127.0.0.1" : address_for_peers(master_host);
+  rendezvous.liveness = std::make_shared<Liveness>(rendezvous.address);
+  rendezvous.liveness->set_peers(all_gather(
+      "alive", rendezvous.liveness->endpoint(), [](int, const std::string&) { return ""; }));
 }
 
 } // namespace
 
-Rendezvous meet(const InitOptions& options, const std::string& backend, const LaunchEnv& launch) {
-  Rendezvous met;
-  met.rank = options.rank >= 0 ? options.rank : launch.rank;
-  met.world_size = options.world_size >= 0 ? options.world_size : launch.world_size;
-  met.local_rank = launch.local_rank;
-  check_place("backend " + backend, met.rank, met.world_size);
-  if (met.world_size == 1) {
-    return met;
+Rendezvous rendezvous(
+    const InitOptions& options, const std::string& backend, const LaunchEnv& launch) {
+  Rendezvous rendezvous;
+  rendezvous.rank = options.rank >= 0 ? options.rank : launch.rank;
+  rendezvous.world_size = options.world_size >= 0 ? options.world_size : launch.world_size;
+  rendezvous.local_rank = launch.local_rank;
+  check_rank_in_world("backend " + backend, rendezvous.rank, rendezvous.world_size);
+  if (rendezvous.world_size == 1) {
+    return rendezvous;
   }
 
   Endpoint master;
@@ -216,31 +218,31 @@ Rendezvous meet(const InitOptions& options, const std::string& backend, const La
   const auto& method = options.init_method;
   if (method.rfind("tcp://", 0) == 0) {
     master = parse_endpoint(method.substr(std::string("tcp://").size()), "init_method tcp://");
-    store = tcp_store(met.rank == 0, is_loopback(master.host));
+    store = tcp_store(rendezvous.rank == 0, is_loopback(master.host));
   } else if (method.rfind("file://", 0) == 0) {
-    store = file_store(method, met.world_size);
+    store = file_store(method, rendezvous.world_size);
   } else {
     FSDP_CHECK_AS(
         ConfigError, method == "env://", "init_method '", method,
         "' is none of env://, tcp://host:port, file:///path");
     auto place = launch;
-    place.world_size = met.world_size; // the options may override the launcher's
+    place.world_size = rendezvous.world_size; // the options may override the launcher's
     require_master(place);
     master = {place.master_addr, static_cast<uint16_t>(place.master_port)};
-    store = tcp_store(met.rank == 0 && !place.agent_store, place.one_machine());
+    store = tcp_store(rendezvous.rank == 0 && !place.agent_store, place.one_machine());
   }
 
-  met.store = std::move(store);
+  rendezvous.store = std::move(store);
   try {
-    agree(met, options, backend, launch, master.host);
+    verify_world(rendezvous, options, backend, launch, master.host);
   } catch (const CommError&) {
     throw;
   } catch (...) {
     FSDP_THROW(
-        CommError, "rank ", met.rank, " lost the store while the ranks met: has rank 0 ended? (",
-        current_exception_text(), ")");
+        CommError, "rank ", rendezvous.rank,
+        " lost the store while the ranks met: has rank 0 ended? (", current_exception_text(), ")");
   }
-  return met;
+  return rendezvous;
 }
 
 } // namespace fsdp::detail

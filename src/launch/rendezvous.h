@@ -28,6 +28,7 @@ struct Rendezvous {
 /// backend. `launch` has the values that `options` leave open. If all ranks run on
 /// one machine, they listen on the loopback address only. Collective. Throws
 /// ConfigError or CommError.
-Rendezvous meet(const InitOptions& options, const std::string& backend, const LaunchEnv& launch);
+Rendezvous rendezvous(
+    const InitOptions& options, const std::string& backend, const LaunchEnv& launch);
 
 } // namespace fsdp::detail

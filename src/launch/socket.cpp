@@ -141,7 +141,7 @@ Fd connect_to(const std::string& host, uint16_t port, std::chrono::milliseconds 
   const auto list = resolve(host, port, 0);
   for (const auto* item = list.get(); item; item = item->ai_next) {
     auto fd = begin_connect(*item);
-    if (is_made(fd, std::chrono::steady_clock::now() + timeout)) {
+    if (wait_connected(fd, std::chrono::steady_clock::now() + timeout)) {
       return fd;
     }
   }
@@ -152,7 +152,7 @@ Fd begin_connect(const std::string& address, uint16_t port) {
   return begin_connect(*resolve(address, port, AI_NUMERICHOST));
 }
 
-bool is_made(const Fd& connection, std::chrono::steady_clock::time_point deadline) {
+bool wait_connected(const Fd& connection, std::chrono::steady_clock::time_point deadline) {
   using std::chrono::milliseconds;
   const auto left = std::chrono::ceil<milliseconds>(deadline - std::chrono::steady_clock::now());
   const auto patience = static_cast<int>(std::max(left, milliseconds(0)).count());

@@ -28,10 +28,10 @@ std::string address_for_peers(const std::string& peer);
 /// or not made within `timeout`. Throws CommError if `host` cannot be resolved.
 Fd connect_to(const std::string& host, uint16_t port, std::chrono::milliseconds timeout);
 /// Begins to connect to a numeric address, or returns -1. For many connections at
-/// once; `is_made` waits for one of them.
+/// once; `wait_connected` waits for one of them.
 Fd begin_connect(const std::string& address, uint16_t port);
 /// Waits until the connection is made. Returns false if it fails or the deadline passes.
-bool is_made(const Fd& connection, std::chrono::steady_clock::time_point deadline);
+bool wait_connected(const Fd& connection, std::chrono::steady_clock::time_point deadline);
 /// Returns true if the connection still exists. The peer must never send on it.
 bool is_connected(const Fd& connection);
 

@@ -9,12 +9,12 @@ namespace fsdp {
 
 namespace detail {
 
-LiveModule::LiveModule(const torch::nn::Module& module)
+WeakModule::WeakModule(const torch::nn::Module& module)
     : owned_(module.weak_from_this()),
       not_owned_(owned_.expired() ? &module : nullptr),
       type_(&typeid(module)) {}
 
-std::shared_ptr<const torch::nn::Module> LiveModule::lock() const {
+std::shared_ptr<const torch::nn::Module> WeakModule::lock() const {
   if (not_owned_) {
     return {std::shared_ptr<void>(), not_owned_};
   }
@@ -25,7 +25,7 @@ std::shared_ptr<const torch::nn::Module> LiveModule::lock() const {
   return module;
 }
 
-std::string LiveModule::name() const {
+std::string WeakModule::name() const {
   const auto owned = owned_.lock();
   const auto* module = owned ? owned.get() : not_owned_;
   const auto state = module ? state_of(*module) : nullptr;
@@ -35,7 +35,7 @@ std::string LiveModule::name() const {
 
 void refuse_arguments(const torch::nn::Module& module) {
   TORCH_CHECK_NOT_IMPLEMENTED(
-      false, "[checkpoint] ", LiveModule(module).name(),
+      false, "[checkpoint] ", WeakModule(module).name(),
       " takes an argument that cannot be kept for a second call: it cannot be copied, or refers to "
       "memory elsewhere (ArrayRef, string_view); take a container by value, or call "
       "fsdp::checkpoint on a part of it");
@@ -61,7 +61,7 @@ Hookable& hooked(torch::nn::Module& module) {
 } // namespace
 
 void apply_activation_checkpointing(ModuleRef module, const ActivationCheckpointOptions& options) {
-  hooked(*module).fsdp_checkpoint = options;
+  hooked(*module).fsdp_recompute = options;
 }
 
 size_t apply_activation_checkpointing(
@@ -76,7 +76,7 @@ size_t apply_activation_checkpointing(
     }
   });
   for (auto* each : chosen) {
-    each->fsdp_checkpoint = options;
+    each->fsdp_recompute = options;
   }
   return chosen.size();
 }

@@ -10,7 +10,7 @@
 
 #include "base/text.h"
 #include "module/module_tree.h"
-#include "param/spread.h"
+#include "param/tensor_piece.h"
 
 namespace fsdp {
 
@@ -113,7 +113,7 @@ std::vector<Candidate> unmanaged_params(
     taken.insert(param.unsafeGetTensorImpl());
   }
   for (const auto& module : modules) {
-    for (const auto& node : detail::look_below(*module).nodes) {
+    for (const auto& node : detail::subtree_of(*module).nodes) {
       for (const auto& group : node.state->groups()) {
         for (const auto& param : group->params()) {
           taken.insert(param->tensor().unsafeGetTensorImpl());
@@ -171,7 +171,7 @@ void move_buffers(const std::vector<ModuleRef>& modules, c10::Device device) {
 
 /// Runs `call`. Adds `whom` to an error that it throws.
 template <class F>
-auto on_behalf_of(const std::string& whom, F call) {
+auto with_error_context(const std::string& whom, F call) {
   try {
     return call();
   } catch (c10::Error& error) {
@@ -187,13 +187,13 @@ std::optional<detail::DataParallelMesh> mesh_of_small_params(
   if (options.min_shard_numel <= 0 || !mesh.shard_axis || mesh.shard_group.size() == 1) {
     return std::nullopt;
   }
-  return mesh.undivided();
+  return mesh.all_replicated();
 }
 
 /// The number of elements of the whole parameter, even if this rank has only a piece of it.
 int64_t whole_numel(const at::Tensor& param) {
-  const auto spread = detail::Spread::find(param);
-  return spread ? c10::multiply_integers(spread->spec().sizes) : param.numel();
+  const auto piece = detail::TensorPiece::find(param);
+  return piece ? c10::multiply_integers(piece->spec().sizes) : param.numel();
 }
 
 /// Makes one group per mesh, in the order in which the parameters use the meshes.
@@ -208,7 +208,7 @@ FSDPState::Groups make_groups(
     const auto placement =
         options.shard_placement_fn ? options.shard_placement_fn(param_name, param) : std::nullopt;
     const bool is_small = !placement && whole_numel(param) < options.min_shard_numel;
-    const auto over = on_behalf_of("parameter '" + param_name + "' of " + name, [&] {
+    const auto over = with_error_context("parameter '" + param_name + "' of " + name, [&] {
       return placement && placement->mesh ? detail::DataParallelMesh(*placement->mesh)
              : replicas && is_small       ? *replicas
                                           : mesh;
@@ -265,7 +265,7 @@ namespace {
 
 enum class Kind : std::uint8_t { FullyShard, Replicate };
 
-FSDPModule manage(
+FSDPModule shard_or_replicate(
     const std::vector<ModuleRef>& modules, const FullyShardOptions& options, Kind kind) {
   TORCH_CHECK_VALUE(!modules.empty(), "[fully_shard] the list of modules is empty");
   const bool replicated = kind == Kind::Replicate;
@@ -287,7 +287,7 @@ FSDPModule manage(
   TORCH_CHECK_NOT_IMPLEMENTED(
       !dims || !options.reshard_after_forward.is_number(),
       "[fully_shard] reshard_after_forward as int is not supported with dp_mesh_dims");
-  const auto mesh = on_behalf_of(name, [&] {
+  const auto mesh = with_error_context(name, [&] {
     return replicated ? detail::DataParallelMesh::replicated(device_mesh, dims)
                       : detail::DataParallelMesh(device_mesh, dims);
   });
@@ -297,7 +297,7 @@ FSDPModule manage(
   auto groups = make_groups(params, mesh, options, name);
   move_buffers(roots, device);
   auto state = std::make_shared<FSDPState>(
-      name, std::move(addresses), device, std::move(groups), detail::looking_below(roots));
+      name, std::move(addresses), device, std::move(groups), detail::subtree_function(roots));
   state->auto_reshard_after_forward = options.reshard_after_forward.is_auto();
   state->precision = options.mp_policy;
   state->ignored_params = options.ignored_params;
@@ -311,11 +311,11 @@ FSDPModule manage(
 
 FSDPModule detail::fully_shard_all(
     const std::vector<ModuleRef>& modules, const FullyShardOptions& options) {
-  return manage(modules, options, Kind::FullyShard);
+  return shard_or_replicate(modules, options, Kind::FullyShard);
 }
 
 FSDPModule replicate(ModuleRef module, const ReplicateOptions& options) {
-  return manage(
+  return shard_or_replicate(
       {module},
       {.mesh = options.mesh,
        .mp_policy = options.mp_policy,
@@ -336,7 +336,7 @@ FSDPModule fully_shard(std::initializer_list<ModuleRef> modules, const FullyShar
 torch::OrderedDict<std::string, DTensor> named_dtensors(ModuleRef module) {
   torch::OrderedDict<std::string, DTensor> result;
   for (const auto& [name, param] : detail::distinct_parameters(*module)) {
-    if (FSDPParam::find(param) || detail::Spread::find(param)) {
+    if (FSDPParam::find(param) || detail::TensorPiece::find(param)) {
       result.insert(name, as_dtensor(param));
     }
   }

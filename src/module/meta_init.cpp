@@ -9,7 +9,7 @@
 #include "base/text.h"
 #include "module/module_tree.h"
 #include "param/autograd_compat.h"
-#include "param/spread.h"
+#include "param/tensor_piece.h"
 #include "param/unfilled.h"
 #include "runtime/op_interceptor.h"
 #include "runtime/seeded_draws.h"
@@ -119,8 +119,8 @@ void init_parameters(
   for (const auto& [name, param] : params) {
     const auto* sharded = FSDPParam::find(param);
     const auto values = sharded ? sharded->shard_values() : param.detach();
-    const auto spread = detail::Spread::find(param);
-    const at::IntArrayRef sizes = spread    ? at::IntArrayRef(spread->spec().sizes)
+    const auto piece = detail::TensorPiece::find(param);
+    const at::IntArrayRef sizes = piece     ? at::IntArrayRef(piece->spec().sizes)
                                   : sharded ? at::IntArrayRef(sharded->geometry().sizes)
                                             : values.sizes();
     auto whole = at::empty(sizes, values.options());
@@ -135,8 +135,8 @@ void init_parameters(
     if (detail::is_unfilled(whole)) {
       continue; // `fill` left it alone, so the parameter keeps its values
     }
-    if (spread) {
-      whole = spread->piece_of(whole);
+    if (piece) {
+      whole = piece->piece_of(whole);
     }
     if (sharded) {
       const auto& geometry = sharded->geometry();

@@ -16,7 +16,7 @@
 
 namespace fsdp::detail {
 
-std::string joined(const std::string& outer, const std::string& inner) {
+std::string join_names(const std::string& outer, const std::string& inner) {
   return outer.empty() ? inner : outer + "." + inner;
 }
 
@@ -28,7 +28,7 @@ void walk_from(
     const std::function<void(const std::string&, torch::nn::Module&)>& visit) {
   visit(name, module);
   for (const auto& child : module.named_children()) {
-    walk_from(joined(name, child.key()), *child.value(), visit);
+    walk_from(join_names(name, child.key()), *child.value(), visit);
   }
 }
 
@@ -38,7 +38,7 @@ std::vector<std::pair<std::string, at::Tensor>> named_tensors(torch::nn::Module&
   walk(root, [&](const std::string& name, torch::nn::Module& module) {
     for (const auto& item : of(module)) {
       if (item.value().defined()) {
-        tensors.emplace_back(joined(name, item.key()), item.value());
+        tensors.emplace_back(join_names(name, item.key()), item.value());
       }
     }
   });
@@ -46,12 +46,12 @@ std::vector<std::pair<std::string, at::Tensor>> named_tensors(torch::nn::Module&
 }
 
 /// The state of a module that is not hooked. It is dropped some time after the module is gone.
-struct Beside {
+struct UnhookedState {
   std::weak_ptr<torch::nn::Module> module;
   std::shared_ptr<FSDPState> state;
 };
-std::mutex beside_mutex;
-std::map<const torch::nn::Module*, Beside> beside;
+std::mutex unhooked_states_mutex;
+std::map<const torch::nn::Module*, UnhookedState> unhooked_states;
 
 /// Gives access to a module's parameter dict, which is protected and has no setter.
 struct DictAccess : torch::nn::Module {
@@ -114,10 +114,11 @@ std::shared_ptr<FSDPState> state_of(const torch::nn::Module& module) {
   if (const auto* hookable = dynamic_cast<const Hookable*>(&module)) {
     return hookable->fsdp_state;
   }
-  std::lock_guard lock(beside_mutex);
-  const auto found = beside.find(&module);
+  std::lock_guard lock(unhooked_states_mutex);
+  const auto found = unhooked_states.find(&module);
   // Another module may have the address of one that is gone.
-  return found != beside.end() && !found->second.module.expired() ? found->second.state : nullptr;
+  return found != unhooked_states.end() && !found->second.module.expired() ? found->second.state
+                                                                           : nullptr;
 }
 
 void set_state(torch::nn::Module& module, std::shared_ptr<FSDPState> state) {
@@ -125,19 +126,19 @@ void set_state(torch::nn::Module& module, std::shared_ptr<FSDPState> state) {
     hookable->fsdp_state = std::move(state);
     return;
   }
-  std::map<const torch::nn::Module*, Beside> ended; // destroyed after the lock is released
-  std::lock_guard lock(beside_mutex);
-  for (auto it = beside.begin(); it != beside.end();) {
+  std::map<const torch::nn::Module*, UnhookedState> ended; // destroyed after the lock is released
+  std::lock_guard lock(unhooked_states_mutex);
+  for (auto it = unhooked_states.begin(); it != unhooked_states.end();) {
     auto next = std::next(it);
     if (it->second.module.expired()) {
-      ended.insert(beside.extract(it));
+      ended.insert(unhooked_states.extract(it));
     }
     it = next;
   }
-  beside[&module] = {module.shared_from_this(), std::move(state)};
+  unhooked_states[&module] = {module.shared_from_this(), std::move(state)};
 }
 
-Subtree look_below(torch::nn::Module& root, bool with_tensors) {
+Subtree subtree_of(torch::nn::Module& root, bool with_tensors) {
   Subtree below;
   walk(root, [&](const std::string& name, torch::nn::Module& module) {
     if (auto state = state_of(module)) {
@@ -151,7 +152,7 @@ Subtree look_below(torch::nn::Module& root, bool with_tensors) {
   return below;
 }
 
-LookBelow looking_below(const std::vector<ModuleRef>& roots) {
+SubtreeFunction subtree_function(const std::vector<ModuleRef>& roots) {
   struct Root {
     torch::nn::Module* module;
     std::weak_ptr<torch::nn::Module> owned;
@@ -171,7 +172,7 @@ LookBelow looking_below(const std::vector<ModuleRef>& roots) {
         continue;
       }
       any = true;
-      auto part = look_below(*root.module, with_tensors);
+      auto part = subtree_of(*root.module, with_tensors);
       below.nodes.insert(below.nodes.end(), part.nodes.begin(), part.nodes.end());
       below.params.insert(below.params.end(), part.params.begin(), part.params.end());
       below.buffers.insert(below.buffers.end(), part.buffers.begin(), part.buffers.end());
@@ -210,7 +211,7 @@ CallSite call_site(const torch::nn::Module& module) {
   return {state_of(module), &module};
 }
 
-CallSite site_of_recomputation(const torch::nn::Module& module) {
+CallSite recomputation_site(const torch::nn::Module& module) {
   auto site = call_site(module);
   if (const auto* hookable = dynamic_cast<const Hookable*>(&module)) {
     site.hooks = &hookable->fsdp_hooks;

@@ -14,7 +14,7 @@
 namespace fsdp::detail {
 
 /// Returns "outer.inner", or "inner" if `outer` is empty.
-std::string joined(const std::string& outer, const std::string& inner);
+std::string join_names(const std::string& outer, const std::string& inner);
 
 /// Calls `visit(name, module)` for `root` (with the name "") and the modules below it, in order. A
 /// module that is registered twice is visited twice.
@@ -35,9 +35,9 @@ std::shared_ptr<FSDPState> state_of(const torch::nn::Module& module);
 void set_state(torch::nn::Module& module, std::shared_ptr<FSDPState> state);
 
 /// The sharded modules at and below `root`; `with_tensors` adds all parameters and buffers.
-Subtree look_below(torch::nn::Module& root, bool with_tensors = false);
+Subtree subtree_of(torch::nn::Module& root, bool with_tensors = false);
 /// Returns a function that does the same later, for those of `roots` that still exist then.
-LookBelow looking_below(const std::vector<ModuleRef>& roots);
+SubtreeFunction subtree_function(const std::vector<ModuleRef>& roots);
 
 /// Throws ValueError if a built-in module's member and its entry in the parameter dict are
 /// different tensors: somebody assigned the member to tie weights.

@@ -44,7 +44,7 @@ struct Part {
 };
 
 /// Parameters that are divided over the ranks of one group.
-struct Sharing {
+struct ShardedParams {
   ProcessGroup group;
   at::Device device; // that the group communicates on
   std::vector<std::size_t> parts;
@@ -89,24 +89,24 @@ std::vector<Part> parts_of(const std::vector<at::Tensor>& params) {
 
 /// Returns the groups in the order of their first use, which is the same on every rank. Parameters
 /// without a gradient are included, so that all ranks agree on the number of parts.
-std::vector<Sharing> sharings_of(const std::vector<Part>& parts) {
-  std::vector<Sharing> sharings;
+std::vector<ShardedParams> sharded_params_of(const std::vector<Part>& parts) {
+  std::vector<ShardedParams> all_sharded;
   for (const auto i : c10::irange(parts.size())) {
     for (const auto& axis : detail::axes_of(parts[i].param)) {
       if (!axis.divides) {
         continue; // these ranks hold the same values
       }
-      const auto found = std::find_if(sharings.begin(), sharings.end(), [&](const auto& sharing) {
-        return sharing.group == axis.group;
-      });
-      if (found == sharings.end()) {
-        sharings.push_back({axis.group, axis.device, {i}});
+      const auto found = std::find_if(
+          all_sharded.begin(), all_sharded.end(),
+          [&](const auto& sharded) { return sharded.group == axis.group; });
+      if (found == all_sharded.end()) {
+        all_sharded.push_back({axis.group, axis.device, {i}});
       } else {
         found->parts.push_back(i);
       }
     }
   }
-  return sharings;
+  return all_sharded;
 }
 
 /// Gradients for one kernel call: of one device and dtype, none empty.
@@ -221,16 +221,16 @@ at::Tensor clip_grad_norm_(
   const auto lists = lists_of(parts);
   const auto device = first_device(parts, params);
   auto norms = norms_of(lists, parts.size(), norm_type, device);
-  // A parameter that is divided along several axes is in several sharings.
-  for (const auto& sharing : sharings_of(parts)) {
+  // A parameter that is divided along several axes is in several of these.
+  for (const auto& sharded : sharded_params_of(parts)) {
     std::vector<at::Tensor> local;
-    for (const auto i : sharing.parts) {
+    for (const auto i : sharded.parts) {
       local.push_back(norms[i]);
     }
     const auto whole =
-        reduce(at::stack(local).to(sharing.device), norm_type, sharing.group).to(device).unbind();
+        reduce(at::stack(local).to(sharded.device), norm_type, sharded.group).to(device).unbind();
     for (const auto i : c10::irange(whole.size())) {
-      norms[sharing.parts[i]] = whole[i];
+      norms[sharded.parts[i]] = whole[i];
     }
   }
 

@@ -73,7 +73,7 @@ GradLists grad_lists(const ParamGroups& groups) {
 
 /// Returns the maximum of `flag` over all ranks that share a parameter. Parameters without a
 /// gradient count too, so that every rank makes the same calls.
-at::Tensor share_flag(at::Tensor flag, const ParamGroups& groups) {
+at::Tensor reduce_flag(at::Tensor flag, const ParamGroups& groups) {
   const auto home = flag.device();
   std::vector<ProcessGroup> done;
   for (const auto& group : groups) {
@@ -155,7 +155,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
     found_inf = at::maximum(found_inf, found_here.to(found_inf.device()));
   }
   optimizers_[&optimizer] = {
-      .stage = Stage::Unscaled, .found_inf = share_flag(found_inf, optimizer.param_groups())};
+      .stage = Stage::Unscaled, .found_inf = reduce_flag(found_inf, optimizer.param_groups())};
 }
 
 bool GradScaler::step(torch::optim::Optimizer& optimizer) {

@@ -13,16 +13,16 @@ namespace {
 constexpr int64_t kGrainSize = 32768; // elements: torch's own grain size
 
 /// While this object lives, operators that this thread calls use no other threads.
-class OneThread {
+class SingleThreadGuard {
  public:
-  OneThread() : num_threads_(at::get_num_threads()) {
+  SingleThreadGuard() : num_threads_(at::get_num_threads()) {
     set_num_threads(1);
   }
-  ~OneThread() {
+  ~SingleThreadGuard() {
     set_num_threads(num_threads_);
   }
-  OneThread(const OneThread&) = delete;
-  OneThread& operator=(const OneThread&) = delete;
+  SingleThreadGuard(const SingleThreadGuard&) = delete;
+  SingleThreadGuard& operator=(const SingleThreadGuard&) = delete;
 
  private:
   // Does not call at::set_num_threads, which affects other threads too.
@@ -70,7 +70,7 @@ void KernelLists::run(const Kernel& kernel) {
     kernel(lists_);
   }
   if (!small_.empty()) {
-    OneThread one;
+    SingleThreadGuard one;
     kernel(small_);
   }
   for (const auto& [param, updated] : copies_) {

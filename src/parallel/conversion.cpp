@@ -35,11 +35,11 @@ NodePtr node_of(const Conversion& conversion, autograd::edge_list edges) {
   return edges.empty() ? NodePtr() : make_node<ConversionNode>(std::move(edges), conversion);
 }
 
-at::Tensor convert_behind(
+at::Tensor convert_with_node(
     const at::Tensor& local, const Conversion& conversion, const NodePtr& node) {
   auto result = local;
   if (conversion.value.from != conversion.value.to) {
-    const ForModule for_module(conversion.module);
+    const ScopedModuleLabel for_module(conversion.module);
     result = redistribute(
         local.detach(), {conversion.mesh, {conversion.value.from}, conversion.sizes},
         {conversion.value.to});
@@ -57,7 +57,7 @@ at::Tensor convert_behind(
 }
 
 at::Tensor convert(const at::Tensor& local, const Conversion& conversion) {
-  return convert_behind(local, conversion, node_of(conversion, edges_of(local)));
+  return convert_with_node(local, conversion, node_of(conversion, edges_of(local)));
 }
 
 } // namespace fsdp::detail

@@ -62,14 +62,14 @@ torch::autograd::edge_list edges_of(const at::Tensor& tensor);
 NodePtr node_of(const Conversion& conversion, torch::autograd::edge_list edges);
 
 /// Returns the converted tensor. Its gradient flows through `node`, if `node` is not null.
-at::Tensor convert_behind(
+at::Tensor convert_with_node(
     const at::Tensor& local, const Conversion& conversion, const NodePtr& node);
 at::Tensor convert(const at::Tensor& local, const Conversion& conversion);
 
 /// While this object lives, collectives are labelled with `module`, unless `module` is empty.
-class ForModule {
+class ScopedModuleLabel {
  public:
-  explicit ForModule(const std::string& module) {
+  explicit ScopedModuleLabel(const std::string& module) {
     if (!module.empty()) {
       label_.emplace(module);
     }

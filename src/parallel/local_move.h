@@ -46,7 +46,7 @@ at::Tensor move_input(const at::Tensor& local, const LocalMove& move, const Move
 
 /// Records that `mesh` divides tensors unevenly along `dim`, if `length` is not a multiple of the
 /// mesh's size. From then on, the length of a rank's part does not tell the length of the whole.
-void note_division(const DeviceMesh& mesh, int64_t dim, int64_t length);
+void record_uneven_division(const DeviceMesh& mesh, int64_t dim, int64_t length);
 
 /// Returns true if activations can have this placement: no StridedShard, and only sums as Partial.
 bool can_move(const Placement& placement);

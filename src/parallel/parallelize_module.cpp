@@ -14,7 +14,7 @@
 #include "parallel/local_move.h"
 #include "parallel/styles.h"
 #include "param/autograd_compat.h"
-#include "param/spread.h"
+#include "param/tensor_piece.h"
 #include "runtime/stream.h"
 #include "tensor/shard_layout.h"
 
@@ -22,8 +22,8 @@ namespace fsdp {
 
 using detail::divides;
 using detail::ParamDivision;
-using detail::Spread;
 using detail::StyledModule;
+using detail::TensorPiece;
 
 namespace {
 
@@ -38,7 +38,7 @@ class Search {
     TORCH_CHECK_VALUE(
         !found_.empty(), detail::kParallelizeTag, "the plan for ", detail::axis_text(mesh),
         " names '", path, "', but there is no such module in ", detail::type_name(root), ": ",
-        where_it_ends_);
+        mismatch_);
   }
   const std::vector<StyledModule>& found() const {
     return found_;
@@ -58,12 +58,12 @@ class Search {
     for (const auto& child : module.named_children()) {
       if (fnmatch(parts_[depth].c_str(), child.key().c_str(), 0) == 0) {
         any = true;
-        descend(detail::joined(name, child.key()), *child.value(), depth + 1);
+        descend(detail::join_names(name, child.key()), *child.value(), depth + 1);
       }
     }
-    if (!any && (where_it_ends_.empty() || depth > deepest_)) {
+    if (!any && (mismatch_.empty() || depth > deepest_)) {
       deepest_ = depth;
-      where_it_ends_ = c10::str(
+      mismatch_ = c10::str(
           "'", parts_[depth], "' is none of the modules in ",
           StyledModule{name, &module, mesh_}.text(), ": ",
           detail::join(module.named_children().keys()));
@@ -75,7 +75,7 @@ class Search {
   std::set<const torch::nn::Module*> seen_;
   std::vector<StyledModule> found_;
   size_t deepest_ = 0;
-  std::string where_it_ends_;
+  std::string mismatch_;
 };
 
 Hookable& hooked(const StyledModule& at) {
@@ -105,7 +105,7 @@ std::vector<Target> targets_of(
     for (const auto& at : search.found()) {
       for (const auto& hook : hooked(at).fsdp_hooks) {
         TORCH_CHECK_VALUE(
-            !divides(style) || !hook.divides, detail::kParallelizeTag, at.text(),
+            !divides(style) || !hook.divides_params, detail::kParallelizeTag, at.text(),
             " has been parallelized already, by ", hook.name, ", and cannot be again, over ",
             detail::axis_text(mesh));
       }
@@ -134,11 +134,11 @@ void check_dividable(
       !detail::FSDPParam::find(param), detail::kParallelizeTag, "parameter '", name, "' of ",
       at.text(), " is sharded by fully_shard already, and cannot be divided over ", at.mesh.str(),
       ": parallelize_module comes before fully_shard");
-  const auto spread = Spread::find(param);
+  const auto piece = TensorPiece::find(param);
   TORCH_CHECK_VALUE(
-      !spread || (spread->spec().mesh == at.mesh && spread->spec().placements == placements),
+      !piece || (piece->spec().mesh == at.mesh && piece->spec().placements == placements),
       detail::kParallelizeTag, "parameter '", name, "' of ", at.text(), " lies ",
-      spread ? to_string(spread->spec().placements) + " on " + spread->spec().mesh.str() : "",
+      piece ? to_string(piece->spec().placements) + " on " + piece->spec().mesh.str() : "",
       " already, and cannot lie ", to_string(placements), " on ", at.mesh.str());
 }
 
@@ -149,7 +149,7 @@ Divisions check_divisions(const std::vector<Target>& targets) {
   for (const auto& [at, style, divisions] : targets) {
     for (const auto& division : divisions) {
       check_dividable(at, division.name, division.param, {division.placement});
-      const auto known = Spread::find(division.param);
+      const auto known = TensorPiece::find(division.param);
       TORCH_CHECK_VALUE(
           !known || !known->sums_grads || division.sum_grads, detail::kParallelizeTag,
           "the gradient of parameter '", division.name, "' is summed over ",
@@ -171,26 +171,27 @@ Divisions check_divisions(const std::vector<Target>& targets) {
 /// as if it still had the whole parameter.
 void check_shared(
     torch::nn::Module& root, const std::vector<Target>& targets, const Divisions& divisions) {
-  std::set<const torch::nn::Module*> told;
+  std::set<const torch::nn::Module*> planned_modules;
   for (const auto& target : targets) {
     if (divides(*target.style)) {
-      detail::walk(*target.at.module, [&](const auto&, const auto& at) { told.insert(&at); });
+      detail::walk(
+          *target.at.module, [&](const auto&, const auto& at) { planned_modules.insert(&at); });
     }
   }
   detail::walk(root, [&](const std::string& name, torch::nn::Module& module) {
     const auto* hookable = dynamic_cast<const Hookable*>(&module);
     for (size_t i = 0; hookable && i < hookable->fsdp_hooks.size(); ++i) {
-      if (hookable->fsdp_hooks[i].divides) { // divided by an earlier plan
-        told.insert(&module);
+      if (hookable->fsdp_hooks[i].divides_params) { // divided by an earlier plan
+        planned_modules.insert(&module);
       }
     }
     for (const auto& item : module.named_parameters(/*recurse=*/false)) {
       const auto found = divisions.find(item.value().unsafeGetTensorImpl());
       TORCH_CHECK_VALUE(
-          found == divisions.end() || told.count(&module), detail::kParallelizeTag, "parameter '",
-          detail::joined(name, item.key()), "' is shared with '", found->second->name, "', which ",
-          detail::axis_text(targets.front().at.mesh), " is to place as ",
-          to_string(found->second->placement),
+          found == divisions.end() || planned_modules.count(&module), detail::kParallelizeTag,
+          "parameter '", detail::join_names(name, item.key()), "' is shared with '",
+          found->second->name, "', which ", detail::axis_text(targets.front().at.mesh),
+          " is to place as ", to_string(found->second->placement),
           ". Put both modules into one plan, with styles that agree: RowwiseParallel of an "
           "Embedding and ColwiseParallel of a Linear do");
     }
@@ -200,7 +201,7 @@ void check_shared(
 // ------------------------------------------------------------ Parameters
 
 /// Replaces the tensor's content by this rank's piece, in place, so that all its holders see it.
-std::shared_ptr<Spread> spread(
+std::shared_ptr<TensorPiece> make_piece(
     const at::Tensor& param, const std::string& name, const detail::TensorSpec& spec) {
   at::NoGradGuard no_grad;
   const auto whole = param.detach();
@@ -217,7 +218,7 @@ std::shared_ptr<Spread> spread(
   if (param.requires_grad()) { // an existing graph has an accumulator of the old sizes
     torch::autograd::impl::set_grad_accumulator(param, detail::weak_node(detail::NodePtr()));
   }
-  return std::make_shared<Spread>(param, name, spec);
+  return std::make_shared<TensorPiece>(param, name, spec);
 }
 
 /// Adds a hook that sums the parameter's gradient over the ranks. Each rank computes one term.
@@ -234,23 +235,24 @@ void sum_gradients(const ParamDivision& division, const DeviceMesh& mesh) {
   param.set_requires_grad(requires_grad);
 }
 
-using Spreads = std::vector<std::shared_ptr<Spread>>;
+using TensorPieces = std::vector<std::shared_ptr<TensorPiece>>;
 
-Spreads divide(const Target& target) {
-  Spreads spreads;
+TensorPieces divide(const Target& target) {
+  TensorPieces pieces;
   for (const auto& division : target.divisions) {
-    auto known = Spread::find(division.param); // not null if shared with another module
+    auto known = TensorPiece::find(division.param); // not null if shared with another module
     if (!known) {
       const auto sizes = division.param.sizes().vec();
-      known = spread(division.param, division.name, {target.at.mesh, {division.placement}, sizes});
+      known =
+          make_piece(division.param, division.name, {target.at.mesh, {division.placement}, sizes});
     }
     if (division.sum_grads && !known->sums_grads) {
       sum_gradients(division, target.at.mesh);
       known->sums_grads = true;
     }
-    spreads.push_back(std::move(known));
+    pieces.push_back(std::move(known));
   }
-  return spreads;
+  return pieces;
 }
 
 } // namespace
@@ -263,10 +265,10 @@ void parallelize_module(ModuleRef module, const DeviceMesh& mesh, const Parallel
   const auto targets = targets_of(*module, mesh, plan);
   check_shared(*module, targets, check_divisions(targets));
   for (const auto& target : targets) { // in the plan's order, which is the same on every rank
-    auto spreads = std::make_shared<const Spreads>(divide(target));
+    auto pieces = std::make_shared<const TensorPieces>(divide(target));
     auto& hooks = hooked(target.at).fsdp_hooks;
     for (auto& hook : detail::forward_hooks(target.at, *target.style)) {
-      hook.keeps = spreads;
+      hook.keeps = pieces;
       hooks.push_back(std::move(hook));
     }
   }
@@ -287,11 +289,11 @@ void distribute_parameter(
   detail::check_members(*module);
   check_dividable(at, name, *param, placements);
   TORCH_CHECK_VALUE(
-      !Spread::find(*param), detail::kParallelizeTag, "parameter '", name, "' of ", at.text(),
+      !TensorPiece::find(*param), detail::kParallelizeTag, "parameter '", name, "' of ", at.text(),
       " is divided over ", mesh.str(), " already");
   auto& hooks = hooked(at).fsdp_hooks;
   const detail::TensorSpec spec{mesh, std::move(placements), param->sizes().vec()};
-  hooks.push_back({.name = "distribute_parameter", .keeps = spread(*param, name, spec)});
+  hooks.push_back({.name = "distribute_parameter", .keeps = make_piece(*param, name, spec)});
 }
 
 void distribute_module(ModuleRef module, const DeviceMesh& mesh) {
@@ -301,17 +303,17 @@ void distribute_module(ModuleRef module, const DeviceMesh& mesh) {
   const std::vector<Placement> replicated(mesh.ndim(), Replicate{});
   const auto params = detail::distinct_parameters(*module);
   for (const auto& [name, param] : params) {
-    if (!Spread::find(param)) {
+    if (!TensorPiece::find(param)) {
       check_dividable(at, name, param, replicated);
     }
   }
-  auto spreads = std::make_shared<Spreads>();
+  auto pieces = std::make_shared<TensorPieces>();
   for (const auto& [name, param] : params) {
-    if (!Spread::find(param)) {
-      spreads->push_back(spread(param, name, {mesh, replicated, param.sizes().vec()}));
+    if (!TensorPiece::find(param)) {
+      pieces->push_back(make_piece(param, name, {mesh, replicated, param.sizes().vec()}));
     }
   }
-  hooks.push_back({.name = "distribute_module", .keeps = std::move(spreads)});
+  hooks.push_back({.name = "distribute_module", .keeps = std::move(pieces)});
 }
 
 } // namespace fsdp

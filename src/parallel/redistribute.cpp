@@ -23,19 +23,19 @@ using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorIm
 
 // ------------------------------------------------------------ How long the whole is
 
-struct Divided {
+struct UnevenDims {
   c10::weak_intrusive_ptr<c10d::Backend> group; // keeps its address from being reused
   std::set<int64_t> dims;
 };
 // Each rank has its own backend and so its own entries. All ranks of a group add the same entries
 // at the same point of the program, so they agree on them.
-std::mutex unevenly_mutex;
-std::map<const c10d::Backend*, Divided> unevenly;
+std::mutex uneven_dims_mutex;
+std::map<const c10d::Backend*, UnevenDims> uneven_dims;
 
 bool is_divided_unevenly(const ProcessGroup& group, int64_t dim) {
-  std::lock_guard lock(unevenly_mutex);
-  const auto found = unevenly.find(group.backend().get());
-  return found != unevenly.end() && found->second.dims.count(dim) > 0;
+  std::lock_guard lock(uneven_dims_mutex);
+  const auto found = uneven_dims.find(group.backend().get());
+  return found != uneven_dims.end() && found->second.dims.count(dim) > 0;
 }
 
 int64_t whole_length(
@@ -47,7 +47,7 @@ int64_t whole_length(
   }
   const auto mine = at::full({1}, local.size(dim), local.options().dtype(at::kLong));
   auto all = at::empty({size}, mine.options());
-  const ForModule for_module(label.module);
+  const ScopedModuleLabel for_module(label.module);
   group.all_gather(all, mine);
   const auto lengths = all.cpu();
   const auto* length = lengths.const_data_ptr<int64_t>();
@@ -123,7 +123,7 @@ LocalMove checked(const at::Tensor& local, LocalMove move, const MoveLabel& labe
   return move;
 }
 
-bool is_nothing(const LocalMove& move) {
+bool is_no_op(const LocalMove& move) {
   return move.mesh.size() == 1 || (move.from == move.to && *move.grad != Placement(Partial{}));
 }
 
@@ -132,7 +132,7 @@ bool is_nothing(const LocalMove& move) {
 Conversion conversion_of(
     const LocalMove& move, std::vector<int64_t> sizes, const MoveLabel& label) {
   if (const auto dim = shard_dim(move.to); dim >= 0) {
-    note_division(move.mesh, dim, sizes[dim]);
+    record_uneven_division(move.mesh, dim, sizes[dim]);
   }
   const bool partial = std::holds_alternative<Partial>(move.from);
   const Placement grad_to = partial ? Placement(Replicate{}) : move.from;
@@ -183,7 +183,7 @@ at::Tensor move_local(
     const MoveLabel& label,
     const std::optional<std::vector<int64_t>>& sizes) {
   const auto move = checked(local, asked, label);
-  if (is_nothing(move)) {
+  if (is_no_op(move)) {
     return local;
   }
   return convert(local, conversion_of(move, whole_sizes(local, move, label, sizes), label));
@@ -191,7 +191,7 @@ at::Tensor move_local(
 
 at::Tensor move_input(const at::Tensor& local, const LocalMove& asked, const MoveLabel& label) {
   const auto move = checked(local, asked, label);
-  if (is_nothing(move)) {
+  if (is_no_op(move)) {
     return local;
   }
   // Moves values at every call. An earlier result cannot be reused, because it may still be in
@@ -210,7 +210,7 @@ at::Tensor move_input(const at::Tensor& local, const LocalMove& asked, const Mov
     conversion.grad.to = gathered->conversion().grad.to;
   }
   const auto node = node_of(conversion, gathered ? gathered->next_edges() : edges_of(local));
-  auto result = convert_behind(local, conversion, node);
+  auto result = convert_with_node(local, conversion, node);
   if (only_grads) {
     last_input.emplace(LastInput{
         .source = WeakTensor(local.getIntrusivePtr()),
@@ -221,15 +221,15 @@ at::Tensor move_input(const at::Tensor& local, const LocalMove& asked, const Mov
   return result;
 }
 
-void note_division(const DeviceMesh& mesh, int64_t dim, int64_t length) {
+void record_uneven_division(const DeviceMesh& mesh, int64_t dim, int64_t length) {
   if (length % mesh.size() == 0) {
     return;
   }
   const auto group = mesh.get_group();
-  std::lock_guard lock(unevenly_mutex);
-  std::erase_if(unevenly, [](const auto& item) { return item.second.group.expired(); });
-  const auto place = unevenly.try_emplace(
-      group.backend().get(), Divided{c10::weak_intrusive_ptr(group.backend()), {}});
+  std::lock_guard lock(uneven_dims_mutex);
+  std::erase_if(uneven_dims, [](const auto& item) { return item.second.group.expired(); });
+  const auto place = uneven_dims.try_emplace(
+      group.backend().get(), UnevenDims{c10::weak_intrusive_ptr(group.backend()), {}});
   place.first->second.dims.insert(dim);
 }
 

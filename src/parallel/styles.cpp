@@ -9,7 +9,7 @@
 
 #include "module/module_tree.h"
 #include "parallel/local_move.h"
-#include "param/spread.h"
+#include "param/tensor_piece.h"
 #include "tensor/shard_layout.h"
 
 namespace fsdp::detail {
@@ -23,14 +23,14 @@ using AtOutputs = ForwardHook::AtOutputs;
 
 /// Replaces the value of `place` while this object lives.
 template <class T>
-class Swapped {
+class ScopedReplace {
  public:
-  Swapped(T& place, T value) : place_(place), kept_(std::exchange(place, std::move(value))) {}
-  ~Swapped() {
+  ScopedReplace(T& place, T value) : place_(place), kept_(std::exchange(place, std::move(value))) {}
+  ~ScopedReplace() {
     place_ = std::move(kept_);
   }
-  Swapped(const Swapped&) = delete;
-  Swapped& operator=(const Swapped&) = delete;
+  ScopedReplace(const ScopedReplace&) = delete;
+  ScopedReplace& operator=(const ScopedReplace&) = delete;
 
  private:
   T& place_;
@@ -49,7 +49,7 @@ at::Tensor& first(const Tensors& tensors, const MoveLabel& label) {
 
 /// The size along `dim` of the whole parameter; `param` is this rank's piece of it.
 int64_t whole_size(const at::Tensor& param, int64_t dim) {
-  return Spread::find(param)->spec().sizes[dim];
+  return TensorPiece::find(param)->spec().sizes[dim];
 }
 
 /// The hook owns `style`, so `style` outlives every call of the module.
@@ -78,10 +78,10 @@ struct Colwise {
     // Every rank computes other features from the input, so the input's gradients are summed.
     input = move_input(input, {at.mesh, style.input_layouts, Replicate{}, Partial{}}, input_label);
     // A table without columns gets one, because on CUDA a lookup in it would read out of bounds.
-    std::shared_ptr<Swapped<at::Tensor>> weight;
+    std::shared_ptr<ScopedReplace<at::Tensor>> weight;
     if (embedding && embedding->weight.size(1) == 0) {
       const auto column = at::zeros({embedding->weight.size(0), 1}, embedding->weight.options());
-      weight = std::make_shared<Swapped<at::Tensor>>(
+      weight = std::make_shared<ScopedReplace<at::Tensor>>(
           embedding->weight, at::cat({embedding->weight, column}, /*dim=*/1));
     }
     return [this, weight](const Tensors& outputs) {
@@ -89,7 +89,7 @@ struct Colwise {
       output = weight ? output.narrow(-1, 0, 0) : output;
       auto sizes = output.sizes().vec();
       sizes.back() = num_features;
-      note_division(at.mesh, output.dim() - 1, num_features);
+      record_uneven_division(at.mesh, output.dim() - 1, num_features);
       output = move_local(output, {at.mesh, Shard{-1}, style.output_layouts}, output_label, sizes);
     };
   }
@@ -112,12 +112,12 @@ struct RowwiseLinear {
         input.size(-1) == linear->weight.size(1), input_label.what, " has sizes ", input.sizes(),
         ", but this rank of ", axis_text(at.mesh), " holds ", linear->weight.size(1), " of ",
         whole_size(linear->weight, 1), " input features: does it lie as input_layouts says?");
-    std::shared_ptr<Swapped<at::Tensor>> bias;
+    std::shared_ptr<ScopedReplace<at::Tensor>> bias;
     if (linear->bias.defined()) {
       // Only one rank adds the bias. Every rank computes the bias's whole gradient, because every
       // rank has the output's whole gradient.
       auto term = move_local(linear->bias, {at.mesh, Replicate{}, Partial{}}, bias_label);
-      bias = std::make_shared<Swapped<at::Tensor>>(linear->bias, std::move(term));
+      bias = std::make_shared<ScopedReplace<at::Tensor>>(linear->bias, std::move(term));
     }
     return [this, bias](const Tensors& outputs) {
       auto& output = first(outputs, output_label);
@@ -152,8 +152,8 @@ class VocabularyLookup {
 
  private:
   at::Tensor is_elsewhere_;
-  std::optional<Swapped<std::optional<int64_t>>> padding_;
-  std::optional<Swapped<at::Tensor>> weight_;
+  std::optional<ScopedReplace<std::optional<int64_t>>> padding_;
+  std::optional<ScopedReplace<at::Tensor>> weight_;
 };
 
 struct RowwiseEmbedding {
@@ -261,7 +261,7 @@ using Divisions = std::vector<ParamDivision>;
 Divisions divisions(const StyledModule& at, const Placement& weight, const Placement& bias) {
   Divisions result;
   for (const auto& [name, param] : named_parameters(*at.module)) {
-    result.push_back({joined(at.name, name), param, name == "bias" ? bias : weight});
+    result.push_back({join_names(at.name, name), param, name == "bias" ? bias : weight});
   }
   return result;
 }
@@ -404,7 +404,7 @@ std::vector<const char*> prepared_sides(const ParallelStyle& style) {
 std::vector<ForwardHook> forward_hooks(const StyledModule& at, const ParallelStyle& style) {
   auto hooks = std::visit(HooksOf{at}, style);
   for (auto& hook : hooks) {
-    hook.divides = divides(style);
+    hook.divides_params = divides(style);
   }
   return hooks;
 }

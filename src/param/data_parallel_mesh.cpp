@@ -76,7 +76,7 @@ DataParallelMesh::DataParallelMesh(
     const DeviceMesh& given, const std::optional<DataParallelMeshDims>& dims)
     : DataParallelMesh(dims ? axes_of(given, *dims) : given, dims && dims->shard.empty()) {
   if (dims) {
-    whole = {given, *dims};
+    parent = {given, *dims};
   } else {
     check(given);
   }
@@ -96,19 +96,19 @@ DataParallelMesh DataParallelMesh::replicated(
   return {mesh, true};
 }
 
-DataParallelMesh DataParallelMesh::undivided() const {
-  if (!whole) {
+DataParallelMesh DataParallelMesh::all_replicated() const {
+  if (!parent) {
     return {mesh, true};
   }
   DataParallelMeshDims dims;
-  for (const auto& name : whole->mesh.names()) { // the result is in the mesh's order
-    for (const auto* own : {&whole->dims.replicate, &whole->dims.shard}) {
+  for (const auto& name : parent->mesh.names()) { // the result is in the mesh's order
+    for (const auto* own : {&parent->dims.replicate, &parent->dims.shard}) {
       if (std::find(own->begin(), own->end(), name) != own->end()) {
         dims.replicate.push_back(name);
       }
     }
   }
-  return DataParallelMesh(whole->mesh, dims);
+  return DataParallelMesh(parent->mesh, dims);
 }
 
 std::optional<DeviceMesh> DataParallelMesh::shard_mesh() const {

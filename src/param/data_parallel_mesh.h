@@ -21,7 +21,7 @@ struct DataParallelMesh {
 
   /// The same ranks, each holding whole parameters. Collective over the world if there are two axes
   /// or `dims` names several.
-  DataParallelMesh undivided() const;
+  DataParallelMesh all_replicated() const;
 
   /// The shard axis as a mesh of one axis. Empty if nothing is sharded.
   std::optional<DeviceMesh> shard_mesh() const;
@@ -32,11 +32,11 @@ struct DataParallelMesh {
   std::optional<ProcessGroup> replicate_group; // empty if there is one replica only
 
   /// The arguments of the constructor, if it was given `dims`.
-  struct Whole {
+  struct ParentMesh {
     DeviceMesh mesh;
     DataParallelMeshDims dims;
   };
-  std::optional<Whole> whole;
+  std::optional<ParentMesh> parent;
 
  private:
   DataParallelMesh(const DeviceMesh& mesh, bool replicated);

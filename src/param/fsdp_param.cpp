@@ -154,7 +154,7 @@ bool FSDPParam::was_replaced() const {
          param_.scalar_type() != shown.scalar_type() || param_.sizes() != shown.sizes();
 }
 
-bool FSDPParam::take_unsharded_edit() {
+bool FSDPParam::check_and_clear_unsharded_edit() {
   const auto version = unsharded_version_.current_version();
   return std::exchange(seen_unsharded_version_, version) != version;
 }

@@ -97,7 +97,7 @@ class FSDPParam {
     return sharded_version_.current_version();
   }
   /// Returns true if somebody wrote into the unsharded face since the last call.
-  bool take_unsharded_edit();
+  bool check_and_clear_unsharded_edit();
 
   const at::Tensor& sharded() const {
     return sharded_;

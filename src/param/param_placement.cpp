@@ -38,9 +38,9 @@ TensorSpec divided_last(Axes axes, size_t shard_axis, std::vector<int64_t> sizes
 }
 
 /// Returns the placement on the whole mesh, with the axes in mesh order and the shard axes as one.
-TensorSpec placed_in_whole(const DataParallelMesh& mesh, int64_t dim, const Spread& spread) {
-  const auto& [whole, dims] = *mesh.whole;
-  const auto& spec = spread.spec();
+TensorSpec placed_in_whole(const DataParallelMesh& mesh, int64_t dim, const TensorPiece& piece) {
+  const auto& [whole, dims] = *mesh.parent;
+  const auto& spec = piece.spec();
   const auto lists = [](const auto& names, const auto& name) {
     return std::find(names.begin(), names.end(), name) != names.end();
   };
@@ -65,14 +65,14 @@ TensorSpec placed_in_whole(const DataParallelMesh& mesh, int64_t dim, const Spre
                     : TensorSpec{*axes.mesh, axes.placements, spec.sizes};
 }
 
-void check_in_whole(const DataParallelMesh& mesh, const Spread* spread) {
-  const auto& [whole, dims] = *mesh.whole;
+void check_in_whole(const DataParallelMesh& mesh, const TensorPiece* piece) {
+  const auto& [whole, dims] = *mesh.parent;
   TORCH_CHECK_VALUE(
-      spread,
+      piece,
       "When dp_mesh_dims is given, all parameters must be DTensors on the mesh: place this one "
       "there by distribute_module or parallelize_module first, or leave dp_mesh_dims out and give "
       "the slice of the mesh over which to shard");
-  const auto& spec = spread->spec();
+  const auto& spec = piece->spec();
   const auto& known = whole.names();
   for (size_t axis = 0; axis < spec.placements.size(); ++axis) {
     const auto& names = spec.mesh.names();
@@ -94,22 +94,22 @@ void check_in_whole(const DataParallelMesh& mesh, const Spread* spread) {
 
 } // namespace
 
-TensorSpec placed_over(
+TensorSpec data_parallel_placement(
     const DataParallelMesh& mesh,
     int64_t dim,
     const std::vector<int64_t>& sizes,
-    const Spread* spread) {
-  if (mesh.whole) {
-    check_in_whole(mesh, spread);
-    return placed_in_whole(mesh, dim, *spread);
+    const TensorPiece* piece) {
+  if (mesh.parent) {
+    check_in_whole(mesh, piece);
+    return placed_in_whole(mesh, dim, *piece);
   }
   Axes axes;
   axes.add(mesh.mesh, std::vector<Placement>(mesh.mesh.ndim(), Replicate{}));
   if (mesh.shard_axis) {
     axes.placements[*mesh.shard_axis] = Shard{dim};
   }
-  if (spread) {
-    axes.add(spread->spec().mesh, spread->spec().placements);
+  if (piece) {
+    axes.add(piece->spec().mesh, piece->spec().placements);
   }
   return mesh.shard_axis ? divided_last(std::move(axes), *mesh.shard_axis, sizes)
                          : TensorSpec{*axes.mesh, axes.placements, sizes};
@@ -117,14 +117,13 @@ TensorSpec placed_over(
 
 std::optional<TensorSpec> placement_of(const at::Tensor& param) {
   const auto* managed = FSDPParam::find(param);
-  const auto spread = Spread::find(param);
+  const auto piece = TensorPiece::find(param);
   if (managed) {
     const auto& geometry = managed->geometry();
-    return placed_over(
-        managed->mesh(), geometry.dim, spread ? spread->spec().sizes : geometry.sizes,
-        spread.get());
+    return data_parallel_placement(
+        managed->mesh(), geometry.dim, piece ? piece->spec().sizes : geometry.sizes, piece.get());
   }
-  return spread ? std::optional(spread->spec()) : std::nullopt;
+  return piece ? std::optional(piece->spec()) : std::nullopt;
 }
 
 std::vector<ParamAxis> axes_of(const at::Tensor& param) {
@@ -143,8 +142,8 @@ std::vector<ParamAxis> axes_of(const at::Tensor& param) {
       add(*mesh.replicate_group, mesh.mesh.device_type(), false);
     }
   }
-  if (const auto spread = Spread::find(param)) {
-    const auto& spec = spread->spec();
+  if (const auto piece = TensorPiece::find(param)) {
+    const auto& spec = piece->spec();
     for (size_t axis = 0; axis < spec.placements.size(); ++axis) {
       add(spec.mesh.get_group(static_cast<int64_t>(axis)), spec.mesh.device_type(),
           shard_dim(spec.placements[axis]) >= 0);
@@ -155,8 +154,8 @@ std::vector<ParamAxis> axes_of(const at::Tensor& param) {
 
 std::string name_of(const at::Tensor& param) {
   const auto* managed = FSDPParam::find(param);
-  const auto spread = Spread::find(param);
-  return managed ? managed->name() : spread ? spread->name() : "";
+  const auto piece = TensorPiece::find(param);
+  return managed ? managed->name() : piece ? piece->name() : "";
 }
 
 } // namespace fsdp::detail

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "param/data_parallel_mesh.h"
-#include "param/spread.h"
+#include "param/tensor_piece.h"
 
 namespace fsdp::detail {
 
@@ -15,13 +15,13 @@ namespace fsdp::detail {
 // Its gradient is placed the same way.
 
 /// Returns the placement of a parameter that data parallelism shards along `dim`. `sizes` are those
-/// of the whole tensor. If `spread` is not null, data parallelism shards the pieces of `spread`.
+/// of the whole tensor. If `piece` is not null, data parallelism shards the pieces.
 /// Throws ValueError if the two meshes do not go together.
-TensorSpec placed_over(
+TensorSpec data_parallel_placement(
     const DataParallelMesh& mesh,
     int64_t dim,
     const std::vector<int64_t>& sizes,
-    const Spread* spread);
+    const TensorPiece* piece);
 
 /// Returns nothing for a tensor that was never placed.
 std::optional<TensorSpec> placement_of(const at::Tensor& param);

@@ -30,31 +30,32 @@ std::string pick_backend(const std::string& asked) {
   return asked;
 }
 
-struct Place {
+struct RankAndSize {
   int rank = 0;
   int world_size = 1;
 };
 
 /// Rank and world size for a backend without a rendezvous. `otherwise` has the
 /// values for what `options` leave open.
-Place local_place(const InitOptions& options, Place otherwise) {
-  const Place place{
+RankAndSize rank_and_size_of(const InitOptions& options, RankAndSize otherwise) {
+  const RankAndSize result{
       options.rank < 0 ? otherwise.rank : options.rank,
       options.world_size < 0 ? otherwise.world_size : options.world_size};
-  detail::check_place("backend " + options.backend, place.rank, place.world_size);
-  return place;
+  detail::check_rank_in_world("backend " + options.backend, result.rank, result.world_size);
+  return result;
 }
 
 std::shared_ptr<RankContext> join_processes(
     const InitOptions& options, const std::string& backend) {
-  auto met = detail::meet(options, backend, detail::read_launch_env(detail::process_env));
-  const auto world_size = met.world_size;
-  const auto local_rank = met.local_rank;
+  auto rendezvous =
+      detail::rendezvous(options, backend, detail::read_launch_env(detail::process_env));
+  const auto world_size = rendezvous.world_size;
+  const auto local_rank = rendezvous.local_rank;
   if (backend == "nccl") {
     detail::use_gpu(local_rank);
   }
   auto factory = std::make_shared<detail::StoreFactory>(
-      std::move(met), backend, options.timeout,
+      std::move(rendezvous), backend, options.timeout,
       backend == "nccl" ? detail::make_nccl : detail::make_gloo);
   return detail::make_context(std::move(factory), world_size, local_rank);
 }
@@ -86,11 +87,11 @@ void init_process_group(const InitOptions& options) {
       ConfigError, options.timeout.count() > 0, "the timeout must be positive, not ",
       options.timeout.count(), " ms");
   if (backend == "threads") {
-    const auto [rank, size] = local_place(options, {});
+    const auto [rank, size] = rank_and_size_of(options, {});
     detail::join_thread_world(options, rank, size);
   } else if (backend == "fake") {
     const auto launch = detail::read_launch_env(detail::process_env);
-    const auto [rank, size] = local_place(options, {launch.rank, launch.world_size});
+    const auto [rank, size] = rank_and_size_of(options, {launch.rank, launch.world_size});
     detail::set_process_context(
         detail::make_context(std::make_shared<detail::FakeFactory>(rank), size, rank));
   } else {
@@ -104,7 +105,7 @@ void destroy_process_group() {
   if (context->from_run_ranks) {
     return; // run_ranks itself ends its world
   }
-  if (context->place) {
+  if (context->membership) {
     detail::set_thread_context(nullptr);
   } else {
     detail::set_process_context(nullptr);

@@ -15,7 +15,7 @@ namespace fsdp::detail {
 
 namespace {
 
-PlaceGathers asked_for() {
+PlaceGathers place_gathers_from_env() {
   const auto asked = process_env("FSDP_PLACED_GATHERS").value_or("auto");
   FSDP_CHECK_AS(
       ConfigError, asked == "auto" || asked == "always" || asked == "never",
@@ -46,19 +46,20 @@ bool has_large_parts(const GatherPlan& plan, int64_t element_size) {
 } // namespace
 
 std::atomic<PlaceGathers>& place_gathers() {
-  static std::atomic<PlaceGathers> asked = asked_for();
+  static std::atomic<PlaceGathers> asked = place_gathers_from_env();
   return asked;
 }
 
-void place(const at::Tensor& out, const std::vector<const void*>& inputs, const GatherPlan& plan) {
+void copy_parts(
+    const at::Tensor& out, const std::vector<const void*>& inputs, const GatherPlan& plan) {
   const auto size = static_cast<int64_t>(out.element_size());
   for (const auto& part : plan.parts) {
     auto* run = static_cast<char*>(out.data_ptr()) + part.out * size;
     auto input = inputs.begin(); // the last ranks are not read if they have only padding
-    for (int64_t done = 0; done < part.whole; done += part.numel) {
+    for (int64_t done = 0; done < part.unpadded_numel; done += part.numel) {
       std::memcpy(
           run + done * size, static_cast<const char*>(*input++) + part.in * size,
-          std::min(part.numel, part.whole - done) * size);
+          std::min(part.numel, part.unpadded_numel - done) * size);
     }
   }
 }
@@ -68,7 +69,7 @@ void place_on_device(
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   for (const auto& part : plan.parts) {
     const auto before = rank * part.numel;
-    const auto numel = std::min(part.numel, part.whole - before);
+    const auto numel = std::min(part.numel, part.unpadded_numel - before);
     if (numel > 0) {
       out.narrow(0, part.out + before, numel)
           .copy_(in.narrow(0, part.in, numel), /*non_blocking=*/true);
@@ -81,10 +82,10 @@ void place_repeated(const at::Tensor& out, const at::Tensor& in, const GatherPla
   for (const auto& part : plan.parts) {
     auto* run = static_cast<char*>(out.data_ptr()) + part.out * size;
     const auto* from = static_cast<const char*>(in.const_data_ptr()) + part.in * size;
-    std::memcpy(run, from, std::min(part.numel, part.whole) * size);
+    std::memcpy(run, from, std::min(part.numel, part.unpadded_numel) * size);
     // Each copy doubles what is filled, so there are few copies for any number of ranks.
-    for (int64_t done = part.numel; 0 < done && done < part.whole; done *= 2) {
-      std::memcpy(run + done * size, run, std::min(done, part.whole - done) * size);
+    for (int64_t done = part.numel; 0 < done && done < part.unpadded_numel; done *= 2) {
+      std::memcpy(run + done * size, run, std::min(done, part.unpadded_numel - done) * size);
     }
   }
 }

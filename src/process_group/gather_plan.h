@@ -35,8 +35,8 @@ struct GatherPlan {
   struct Part {
     int64_t in = 0;
     int64_t out = 0;
-    int64_t numel = 0; // of one rank
-    int64_t whole = 0; // of all ranks together, without padding
+    int64_t numel = 0;          // of one rank
+    int64_t unpadded_numel = 0; // of all ranks together, without padding
   };
   std::vector<Part> parts;
   int64_t ranks = 1;
@@ -46,13 +46,14 @@ struct GatherPlan {
 
 /// Copies the ranks' inputs to their places in `out`. All memory is on the CPU.
 /// Does not change the version counter of `out`.
-void place(const at::Tensor& out, const std::vector<const void*>& inputs, const GatherPlan& plan);
+void copy_parts(
+    const at::Tensor& out, const std::vector<const void*>& inputs, const GatherPlan& plan);
 /// Copies the input of one rank to its places in `out`, which is on a device: one
 /// copy per part, on the current stream.
 void place_on_device(
     const at::Tensor& out, const at::Tensor& in, const GatherPlan& plan, int64_t rank);
 
-/// Like `place`, as if every rank had sent `in`.
+/// Like `copy_parts`, as if every rank had sent `in`.
 void place_repeated(const at::Tensor& out, const at::Tensor& in, const GatherPlan& plan);
 
 /// When to place all-gathers. WhereWorthIt: on a GPU if that is faster. Always: on

@@ -38,7 +38,7 @@ namespace {
 /// Any other exception becomes a CommError that names the operation and, with
 /// `diagnose`, the ranks that are gone.
 template <class Step>
-auto guarded(
+auto with_comm_errors(
     GroupState& group, CollectiveKind kind, const std::string& module, bool diagnose, Step step) {
   try {
     return step();
@@ -96,7 +96,7 @@ void Work::wait() {
   }
   try {
     const detail::CollectiveWait waiting(state.observed);
-    detail::guarded(
+    detail::with_comm_errors(
         *state.group, state.kind, state.module, /*diagnose=*/true, [&] { state.work->wait(); });
   } catch (...) {
     state.failure = std::current_exception();
@@ -155,15 +155,17 @@ Work ProcessGroup::issue(detail::CollectiveCall call) const {
   state->module = detail::CollectiveLabel::current();
   state->observed = detail::CollectiveObserver::notify(call, state_->name);
   const auto op = call.op.kind();
-  detail::guarded(*state_, call.kind, state->module, /*diagnose=*/true, [&] {
+  detail::with_comm_errors(*state_, call.kind, state->module, /*diagnose=*/true, [&] {
     detail::check_agreement(*state_, call);
   });
-  state->work = detail::guarded(*state_, call.kind, state->module, /*diagnose=*/false, [&] {
-    if ((op == ReduceOp::Avg || op == ReduceOp::PremulSum) && !detail::scales_natively(backend)) {
-      state->finish = detail::emulate_scaling(call, backend.getSize());
-    }
-    return detail::issue(backend, call);
-  });
+  state->work =
+      detail::with_comm_errors(*state_, call.kind, state->module, /*diagnose=*/false, [&] {
+        if ((op == ReduceOp::Avg || op == ReduceOp::PremulSum) &&
+            !detail::scales_natively(backend)) {
+          state->finish = detail::emulate_scaling(call, backend.getSize());
+        }
+        return detail::issue(backend, call);
+      });
   state->kind = call.kind;
   state->has_streams = call.output.defined() && detail::has_streams(call.output.device());
   state->group = state_;

@@ -14,7 +14,7 @@ struct RankContext {
   ProcessGroup world;
   int local_rank = 0;
   bool from_run_ranks = false;
-  std::shared_ptr<void> place; // leaves the world when destroyed; null unless ranks are threads
+  std::shared_ptr<void> membership; // leaves the world when destroyed; null if ranks are processes
 };
 
 /// Makes a context in a world of `world_size` ranks, whose groups `factory` makes.

@@ -31,17 +31,17 @@ using MakeBackend = std::function<c10::intrusive_ptr<c10d::Backend>(const Backen
 class StoreFactory : public BackendFactory {
  public:
   StoreFactory(
-      Rendezvous met,
+      Rendezvous rendezvous,
       std::string transport,
       std::chrono::milliseconds timeout,
       MakeBackend make_backend);
 
   std::string diagnose() override;
   c10::intrusive_ptr<c10d::Store> store() const override {
-    return met_.store;
+    return rendezvous_.store;
   }
   std::shared_ptr<Liveness> liveness() const override {
-    return met_.liveness;
+    return rendezvous_.liveness;
   }
 
  protected:
@@ -49,7 +49,7 @@ class StoreFactory : public BackendFactory {
       const std::string& name, const std::vector<int>& world_ranks, int rank) override;
 
  private:
-  const Rendezvous met_;
+  const Rendezvous rendezvous_;
   const std::chrono::milliseconds timeout_;
   const MakeBackend make_backend_;
 };

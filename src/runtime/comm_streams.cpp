@@ -12,24 +12,24 @@ namespace {
 constexpr int kRing = 32; // number of streams that torch has per device and priority
 
 /// Streams that belong to a rank.
-struct Taken {
+struct StreamRegistry {
   std::mutex mutex;
   std::set<std::pair<c10::DeviceIndex, c10::StreamId>> streams;
 };
 
 /// Never destroyed, because ranks may end after static objects are destroyed.
-Taken& taken() {
-  static auto* const made = new Taken;
+StreamRegistry& stream_registry() {
+  static auto* const made = new StreamRegistry;
   return *made;
 }
 
 /// Returns nothing if all streams are taken.
 OptionalStream take_stream(c10::Device device) {
   const c10::impl::VirtualGuardImpl guard(device.type());
-  std::lock_guard lock(taken().mutex); // held for the whole ring, so that no free stream is missed
+  std::lock_guard lock(stream_registry().mutex); // held for the whole ring, to miss no free stream
   for (int i = 0; i < kRing; ++i) {
     const auto stream = guard.getNewStream(device, /*priority=*/-1);
-    if (taken().streams.emplace(stream.device_index(), stream.id()).second) {
+    if (stream_registry().streams.emplace(stream.device_index(), stream.id()).second) {
       return stream;
     }
   }
@@ -48,11 +48,11 @@ void finish(const CommStreams& streams) {
 }
 
 void give_back_streams(const CommStreams& streams) {
-  std::lock_guard lock(taken().mutex);
+  std::lock_guard lock(stream_registry().mutex);
   for (const auto& stream :
        {streams.copy_in, streams.all_gather, streams.reduce_scatter, streams.all_reduce}) {
     if (stream) {
-      taken().streams.erase({stream->device_index(), stream->id()});
+      stream_registry().streams.erase({stream->device_index(), stream->id()});
     }
   }
 }

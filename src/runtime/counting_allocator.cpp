@@ -9,8 +9,8 @@ namespace fsdp::detail {
 
 namespace {
 
-constinit MemoryCounter of_process;
-thread_local MemoryCounter* of_thread = nullptr;
+constinit MemoryCounter process_counter;
+thread_local MemoryCounter* thread_counter = nullptr;
 
 /// Stored in front of each block. Names the counter of the rank that allocated the block, because
 /// another rank may free it.
@@ -83,12 +83,12 @@ void MemoryCounter::reset_peak() {
 // ------------------------------------------------------------ Whose memory it is
 
 MemoryCounter& memory_counter() {
-  return of_thread ? *of_thread : of_process;
+  return thread_counter ? *thread_counter : process_counter;
 }
 
-void count_memory_of_thread(bool apart) {
+void count_memory_of_thread(bool own_counter) {
   // Never freed: blocks may outlive their rank and all static objects.
-  of_thread = apart ? new MemoryCounter : nullptr;
+  thread_counter = own_counter ? new MemoryCounter : nullptr;
 }
 
 void count_cpu_memory() {

@@ -39,8 +39,8 @@ void count_cpu_memory();
 /// the counter of the process. Counters are never destroyed, so an address identifies a rank.
 MemoryCounter& memory_counter();
 
-/// If `apart`, the calling thread is a rank from now on and gets a new counter of its own.
+/// If `own_counter`, the calling thread is a rank from now on and gets a new counter of its own.
 /// Otherwise it uses the counter of the process.
-void count_memory_of_thread(bool apart);
+void count_memory_of_thread(bool own_counter);
 
 } // namespace fsdp::detail

@@ -40,14 +40,14 @@ std::unique_ptr<SeededDraws> RepeatableDraws::first() const {
   return seed_ ? std::make_unique<SeededDraws>(seed_) : nullptr;
 }
 
-RepeatableDraws::Again::Again(const RepeatableDraws& draws) : own_(draws.first()) {
+RepeatableDraws::RepeatGuard::RepeatGuard(const RepeatableDraws& draws) : own_(draws.first()) {
   for (auto [generator, state] : draws.states_) {
     before_.emplace_back(generator, state_of(generator));
     set_state(generator, state);
   }
 }
 
-RepeatableDraws::Again::~Again() {
+RepeatableDraws::RepeatGuard::~RepeatGuard() {
   for (auto& [generator, state] : before_) {
     set_state(generator, state);
   }

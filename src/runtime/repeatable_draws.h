@@ -33,12 +33,12 @@ class RepeatableDraws {
   std::unique_ptr<SeededDraws> first() const;
 
   /// Keep it alive during a repeated run.
-  class Again {
+  class RepeatGuard {
    public:
-    explicit Again(const RepeatableDraws& draws);
-    ~Again();
-    Again(const Again&) = delete;
-    Again& operator=(const Again&) = delete;
+    explicit RepeatGuard(const RepeatableDraws& draws);
+    ~RepeatGuard();
+    RepeatGuard(const RepeatGuard&) = delete;
+    RepeatGuard& operator=(const RepeatGuard&) = delete;
 
    private:
     std::vector<std::pair<at::Generator, at::Tensor>> before_;

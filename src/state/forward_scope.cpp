@@ -31,7 +31,7 @@ ForwardScope::ForwardScope(CallSite site)
 }
 
 ForwardScope::~ForwardScope() {
-  if (!finished_ && !(CheckpointScope::stopping() && ended_early())) {
+  if (!finished_ && !(RecomputeScope::stopping() && ended_early())) {
     site_.state->forward_failed(site_.module);
   }
   at::autocast::set_autocast_cache_enabled(autocast_cache_);

@@ -40,19 +40,19 @@ FSDPState::FSDPState(
     std::vector<const void*> modules,
     c10::Device device,
     Groups groups,
-    LookBelow look_below)
+    SubtreeFunction get_subtree)
     : name_(std::move(name)),
       modules_(std::move(modules)),
       device_(device),
       groups_(std::move(groups)),
-      look_below_(std::move(look_below)) {
+      get_subtree_(std::move(get_subtree)) {
   for (const auto& group : groups_) {
     group->comm = comm_;
   }
 }
 
 std::vector<std::shared_ptr<FSDPState>> FSDPState::states_below() const {
-  return states_in(look_below_(/*with_tensors=*/false));
+  return states_in(get_subtree_(/*with_tensors=*/false));
 }
 
 std::vector<std::shared_ptr<FSDPState>> FSDPState::states_in(const Subtree& below) {

@@ -36,7 +36,7 @@ struct Subtree {
   std::vector<std::pair<std::string, at::Tensor>> params;
   std::vector<std::pair<std::string, at::Tensor>> buffers;
 };
-using LookBelow = std::function<Subtree(bool with_tensors)>;
+using SubtreeFunction = std::function<Subtree(bool with_tensors)>;
 
 /// One call of fully_shard: when its groups are gathered, freed and reduced.
 /// Knows nothing of torch::nn: it is told when the forward of its modules
@@ -54,7 +54,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
       std::vector<const void*> modules,
       c10::Device device,
       Groups groups,
-      LookBelow look_below);
+      SubtreeFunction get_subtree);
 
   /// From the root, after lazy init; before, the module's type.
   const std::string& name() const {
@@ -153,7 +153,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   const std::vector<const void*> modules_;
   const c10::Device device_;
   const Groups groups_;
-  const LookBelow look_below_;
+  const SubtreeFunction get_subtree_;
   bool initialized_ = false;
   std::shared_ptr<StateContext> context_ = std::make_shared<StateContext>();
   std::shared_ptr<CommContext> comm_ = std::make_shared<CommContext>();

@@ -20,7 +20,7 @@ void FSDPState::lazy_init() {
       modules_.size() == 1, "[fully_shard] requires a single root module, but '", name_,
       "' is one group of ", modules_.size(),
       " modules; call fully_shard on the module that contains them too, and run that one");
-  const auto below = look_below_(/*with_tensors=*/true);
+  const auto below = get_subtree_(/*with_tensors=*/true);
   for (const auto& node : below.nodes) {
     TORCH_CHECK(
         node.state.get() == this || !node.state->initialized_,

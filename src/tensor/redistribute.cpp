@@ -70,9 +70,9 @@ at::Tensor padded_parts(const at::Tensor& rows, const ShardStep& step) {
 }
 
 /// A redistribution in progress: the local tensor and its current placements.
-class Mover {
+class Redistribution {
  public:
-  Mover(at::Tensor local, TensorSpec spec)
+  Redistribution(at::Tensor local, TensorSpec spec)
       : local_(std::move(local)), now_(std::move(spec)), coordinate_(now_.mesh.get_coordinate()) {}
 
   at::Tensor move_to(const std::vector<Placement>& target) {
@@ -287,7 +287,7 @@ class Mover {
 at::Tensor redistribute(
     at::Tensor local, const TensorSpec& spec, const std::vector<Placement>& target) {
   at::NoGradGuard no_grad;
-  return Mover(std::move(local), spec).move_to(target);
+  return Redistribution(std::move(local), spec).move_to(target);
 }
 
 namespace {
@@ -331,7 +331,7 @@ at::Tensor distribute(const at::Tensor& full, const TensorSpec& target) {
   TensorSpec replicated = target;
   replicated.placements.assign(target.placements.size(), Replicate{});
   // Broadcasts write into a copy, not into the caller's tensor.
-  return Mover(full.detach().clone(at::MemoryFormat::Contiguous), replicated)
+  return Redistribution(full.detach().clone(at::MemoryFormat::Contiguous), replicated)
       .distribute_to(target.placements);
 }
 

@@ -10,7 +10,7 @@ namespace {
 
 /// Translates `local`, runs of the elements that `whole` lists, to runs in the numbering of
 /// `whole`.
-std::vector<Run> select(const std::vector<Run>& whole, const std::vector<Run>& local) {
+std::vector<Run> compose_runs(const std::vector<Run>& whole, const std::vector<Run>& local) {
   std::vector<Run> result;
   for (const auto& run : local) {
     int64_t start = run.offset;
@@ -94,7 +94,7 @@ std::vector<Run> local_runs(
   int64_t length = size;
   for (const auto& step : steps) {
     const auto index = coordinate[step.axis];
-    runs = select(runs, step.runs(length, index));
+    runs = compose_runs(runs, step.runs(length, index));
     length = step.length(length, index);
   }
   return runs;

@@ -290,7 +290,7 @@ TEST(FailedSave, ARankThatFailsFailsAll) {
 }
 
 TEST(FailedSave, FolderThatCannotBeWritten) {
-  expect_save_fails("/proc/fsdp_checkpoint/x", "/proc/fsdp_checkpoint");
+  expect_save_fails("/proc/fsdp_recompute/x", "/proc/fsdp_recompute");
 }
 
 /// Root may write anywhere, so a process of nobody's saves.

@@ -489,11 +489,11 @@ TEST(LearningRate, LinearConstantAndByHand) {
 TEST(Progress, TheLeastImportantPiecesGoFirst) {
   const std::vector<LinePiece> pieces{
       {"step 1"}, {" ####", 3}, {" loss 2"}, {" norm", 1}, {" x", 2}};
-  EXPECT_EQ(fitted(pieces, 25), "step 1 #### loss 2 norm x");
-  EXPECT_EQ(fitted(pieces, 24), "step 1 loss 2 norm x");
-  EXPECT_EQ(fitted(pieces, 19), "step 1 loss 2 norm");
-  EXPECT_EQ(fitted(pieces, 3), "step 1 loss 2");
-  EXPECT_EQ(fitted({}, 3), "");
+  EXPECT_EQ(join_fitting(pieces, 25), "step 1 #### loss 2 norm x");
+  EXPECT_EQ(join_fitting(pieces, 24), "step 1 loss 2 norm x");
+  EXPECT_EQ(join_fitting(pieces, 19), "step 1 loss 2 norm");
+  EXPECT_EQ(join_fitting(pieces, 3), "step 1 loss 2");
+  EXPECT_EQ(join_fitting({}, 3), "");
 }
 
 TEST(Progress, NumbersAndTextForPeople) {

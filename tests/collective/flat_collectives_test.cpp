@@ -33,9 +33,9 @@ TEST(Gather, PutsPartsWhereTheyBelong) {
     // only the first rank has.
     const auto plan = std::make_shared<GatherPlan>(GatherPlan{
         .parts =
-            {{.in = 0, .out = 0, .numel = 2, .whole = 5},
-             {.in = 2, .out = 8, .numel = 1, .whole = 3},
-             {.in = 3, .out = 11, .numel = 1, .whole = 1}},
+            {{.in = 0, .out = 0, .numel = 2, .unpadded_numel = 5},
+             {.in = 2, .out = 8, .numel = 1, .unpadded_numel = 3},
+             {.in = 3, .out = 11, .numel = 1, .unpadded_numel = 1}},
         .ranks = 3,
         .in_numel = 4,
         .out_numel = 12});
@@ -67,7 +67,7 @@ TEST(Gather, OfAFakeGroupRepeatsTheShard) {
   for (const int64_t ranks : {2, 3, 5, 8}) {
     SCOPED_TRACE_OF(ranks);
     const GatherPlan plan{
-        .parts = {{.in = 1, .out = 0, .numel = 2, .whole = 2 * ranks - 1}},
+        .parts = {{.in = 1, .out = 0, .numel = 2, .unpadded_numel = 2 * ranks - 1}},
         .ranks = ranks,
         .in_numel = 3,
         .out_numel = 16};

@@ -16,7 +16,7 @@ TEST(GraphOnGpu, ReplaysAForwardAndABackwardOfTwoLayers) {
   SKIP_WITHOUT_GPU();
   for (const bool low_precision : {false, true}) {
     SCOPED_TRACE_OF(low_precision);
-    const Joined joined({.backend = "fake", .rank = 0, .world_size = 1});
+    const ScopedProcessGroup joined({.backend = "fake", .rank = 0, .world_size = 1});
     auto net = seeded<Stack>(16, 2);
     auto reference = seeded<Stack>(16, 2);
     FullyShardOptions options{.mesh = init_device_mesh(torch::kCUDA, {1})};

@@ -46,7 +46,7 @@ class HsdpOverlapOnGpu : public testing::Test {
     return (stack.backward_ms() - without) / delay;
   }
 
-  std::optional<Joined> joined;
+  std::optional<ScopedProcessGroup> joined;
   std::optional<OwnStream> own;
   double delay = 0;
   double all_reduce_ms = 0;

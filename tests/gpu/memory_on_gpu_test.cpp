@@ -22,7 +22,7 @@ class MemoryOnGpu : public testing::TestWithParam<MemoryCase> {
     warm(torch::randn({2, kDim}, gpu())).sum().backward();
     torch::cuda::synchronize();
   }
-  std::optional<Joined> joined;
+  std::optional<ScopedProcessGroup> joined;
 };
 
 void expect_bounds(const MemoryCase& which, bool placed) {

@@ -61,9 +61,9 @@ TEST(NcclOnGpu, PutsPartsWhereTheyBelong) {
     constexpr int64_t kPart = 1 << 18;
     const auto plan = std::make_shared<detail::GatherPlan>(detail::GatherPlan{
         .parts =
-            {{.in = 0, .out = kPart, .numel = kPart, .whole = kPart},
-             {.in = kPart, .out = 0, .numel = 0, .whole = 0},
-             {.in = kPart, .out = 0, .numel = 256, .whole = 256}},
+            {{.in = 0, .out = kPart, .numel = kPart, .unpadded_numel = kPart},
+             {.in = kPart, .out = 0, .numel = 0, .unpadded_numel = 0},
+             {.in = kPart, .out = 0, .numel = 256, .unpadded_numel = 256}},
         .ranks = 1,
         .in_numel = kPart + 256,
         .out_numel = 2 * kPart});
@@ -95,7 +95,7 @@ TEST(NcclOnGpu, PutsPartsWhereTheyBelong) {
 TEST(NcclOnGpu, IsPickedWhereThereIsAGpu) {
   SKIP_WITHOUT_GPU();
   in_a_process([] {
-    const Joined joined({});
+    const ScopedProcessGroup joined({});
     EXPECT_EQ(default_group().backend_name(), "nccl");
   });
 }
@@ -132,7 +132,7 @@ TEST(NcclOnGpu, WorkIsWaitedForByTheStreamThatAsks) {
 TEST(NcclOnGpu, OneRankTrainsLikeTheUnshardedModel) {
   SKIP_WITHOUT_GPU();
   in_a_process([] {
-    const Joined joined({.backend = "nccl"});
+    const ScopedProcessGroup joined({.backend = "nccl"});
     for (const bool replicas : {false, true}) { // with them, gradients are all-reduced
       SCOPED_TRACE_OF(replicas);
       const auto mesh = replicas
@@ -224,7 +224,7 @@ class NcclRanks : public testing::Test {
     }
     joined.emplace(InitOptions{.backend = "nccl"});
   }
-  std::optional<Joined> joined;
+  std::optional<ScopedProcessGroup> joined;
 };
 
 TEST_F(NcclRanks, MatchTheDefinitionsAndTrain) {

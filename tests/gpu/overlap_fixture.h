@@ -14,7 +14,7 @@ struct OneOfTwo {
   OneOfTwo() {
     gpu_sleep(0);
   }
-  Joined joined{{.backend = "fake", .rank = 0, .world_size = 2}};
+  ScopedProcessGroup joined{{.backend = "fake", .rank = 0, .world_size = 2}};
   OwnStream own;
 };
 

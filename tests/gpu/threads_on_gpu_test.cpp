@@ -64,8 +64,8 @@ TEST_P(ThreadsOnGpu, PutPartsWhereTheyBelong) {
         // The last rank's last element is padding.
         const auto plan = std::make_shared<detail::GatherPlan>(detail::GatherPlan{
             .parts =
-                {{.in = 0, .out = 0, .numel = numel, .whole = n * numel - 1},
-                 {.in = numel, .out = n * numel + 256, .numel = 8, .whole = n * 8}},
+                {{.in = 0, .out = 0, .numel = numel, .unpadded_numel = n * numel - 1},
+                 {.in = numel, .out = n * numel + 256, .numel = 8, .unpadded_numel = n * 8}},
             .ranks = n,
             .in_numel = numel + 8,
             .out_numel = n * (numel + 8) + 256});

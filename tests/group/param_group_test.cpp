@@ -256,6 +256,39 @@ TEST(ParamGroup, AccumulatesUntilReduced) {
   });
 }
 
+TEST(ParamGroup, ReducesStridedGradientsOfSeveralDtypesBitForBit) {
+  run_ranks(3, [](int rank) {
+    const auto grads_of = [&](bool strided) {
+      Made made(
+          {{5, 7}, {4, 3}, {6, 2}}, {torch::kFloat, torch::kDouble, torch::kBFloat16});
+      made.unshard();
+      torch::Tensor loss = torch::zeros({}, torch::kDouble);
+      for (size_t i = 0; i < made.params.size(); ++i) {
+        const auto& param = made.params[i];
+        param.register_hook([strided](const torch::Tensor& grad) {
+          const auto other_way = grad.t().contiguous().t();
+          EXPECT_FALSE(other_way.is_contiguous());
+          return strided ? other_way : grad.contiguous();
+        });
+        const auto factors = random(10 * rank + i, param.sizes());
+        loss = loss + (param.to(torch::kDouble) * factors).sum();
+      }
+      loss.backward();
+      made.reduce_grads();
+      std::vector<torch::Tensor> grads;
+      for (const auto& param : made.params) {
+        grads.push_back(param.grad());
+      }
+      return grads;
+    };
+    const auto strided = grads_of(true);
+    const auto expected = grads_of(false);
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_SAME(strided[i], expected[i]) << "parameter " << i;
+    }
+  });
+}
+
 TEST(ParamGroup, LeavesOutFrozenAndUnusedParameters) {
   run_ranks(3, [](int) {
     Made made({{4, 2}, {5}, {2, 2}});

@@ -53,7 +53,7 @@ TEST(ApplyActivationCheckpointing, EveryCallFromThenOn) {
   EXPECT_EQ(copy->calls, 2);
 
   apply_activation_checkpointing(net, {.early_stop = false}); // the last one counts
-  EXPECT_FALSE(net->fsdp_checkpoint->early_stop);
+  EXPECT_FALSE(net->fsdp_recompute->early_stop);
   // Through an AnyModule, and inside of another.
   torch::nn::Sequential sequence(net, torch::nn::Tanh());
   net->calls = 0;
@@ -73,8 +73,8 @@ TEST(ApplyActivationCheckpointing, ModulesByNameAndType) {
           }),
       2u);
   EXPECT_EQ(names.size(), 1u + 3u * 3u);
-  EXPECT_TRUE(net->mlps[0]->fsdp_checkpoint && net->mlps[2]->fsdp_checkpoint);
-  EXPECT_FALSE(net->mlps[1]->fsdp_checkpoint || net->fsdp_checkpoint);
+  EXPECT_TRUE(net->mlps[0]->fsdp_recompute && net->mlps[2]->fsdp_recompute);
+  EXPECT_FALSE(net->mlps[1]->fsdp_recompute || net->fsdp_recompute);
 }
 
 TEST(ApplyActivationCheckpointing, RefusesWhatItCannotIntercept) {

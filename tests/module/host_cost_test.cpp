@@ -171,6 +171,26 @@ TEST_F(HostCost, PerGroupAndStep) {
   }
 }
 
+/// One rank has nothing to communicate: backward divides once per gradient, if it must.
+TEST(OneRank, DividesOnceAndOnlyByAFactorOtherThanOne) {
+  run_ranks(1, [](int) {
+    for (const std::optional<double> factor : {std::optional<double>(), {1.0}, {2.0}}) {
+      SCOPED_TRACE_OF(factor);
+      auto net = seeded<MLP>(8);
+      auto root = fully_shard(net);
+      if (factor) {
+        root.set_gradient_divide_factor(*factor);
+      }
+      const auto loss = net(torch::ones({3, 8})).sum();
+      auto cost = cost_of([&] { loss.backward(); });
+      const auto num_params = static_cast<int64_t>(unique_parameters(*net).size());
+      EXPECT_EQ(cost.by_name["aten::div"], factor == 2.0 ? num_params : 0);
+      EXPECT_EQ(cost.by_name["aten::div_"] + cost.by_name["aten::mul_"], 0);
+      EXPECT_EQ(cost.by_name["aten::copy_"], 0);
+    }
+  });
+}
+
 // Flat: a rank more is nothing more to do.
 TEST_F(HostCost, IsTheSameForAnyNumberOfRanks) {
   const Case which{.name = "fp32"};

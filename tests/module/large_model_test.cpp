@@ -135,7 +135,7 @@ TEST(LargeModel, SeventyBillionParametersTakeOneRanksShare) {
 
   // What the first forward does before it gathers.
   int64_t held = 0;
-  for (const auto& node : detail::look_below(*net).nodes) {
+  for (const auto& node : detail::subtree_of(*net).nodes) {
     for (const auto& group : node.state->groups()) {
       group->lazy_init();
       held += static_cast<int64_t>(group->params().front()->sharded().storage().nbytes());

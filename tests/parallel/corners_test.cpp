@@ -195,8 +195,8 @@ TEST(ParallelCorners, ARefusedChoiceCheckpointsNothing) {
       apply_activation_checkpointing(
           net, [](const std::string&, torch::nn::Module&) { return true; }),
       c10::ValueError); // dropout is not hooked
-  EXPECT_FALSE(net->fsdp_checkpoint);
-  EXPECT_FALSE(net->tok_embeddings->fsdp_checkpoint);
+  EXPECT_FALSE(net->fsdp_recompute);
+  EXPECT_FALSE(net->tok_embeddings->fsdp_recompute);
 }
 
 // ------------------------------------------------------------ Checkpointing

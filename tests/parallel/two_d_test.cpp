@@ -81,7 +81,7 @@ TEST(TwoD, TransformerBySequence) {
       FullyShardOptions options{.mesh = mesh["dp"]};
       if (other_dim) { // than that of tensor parallelism
         options.shard_placement_fn = [](const std::string&, const torch::Tensor& param) {
-          const auto spread = detail::Spread::find(param);
+          const auto spread = detail::TensorPiece::find(param);
           const auto* by_tp = spread ? std::get_if<Shard>(&spread->spec().placements[0]) : nullptr;
           return std::optional<ShardPlacement>(Shard{by_tp ? param.dim() - 1 - by_tp->dim : 0});
         };

@@ -9,17 +9,17 @@ namespace fsdp {
 namespace {
 
 /// Leaves the world however the test ends.
-struct Joined {
-  explicit Joined(const InitOptions& options) {
+struct ScopedProcessGroup {
+  explicit ScopedProcessGroup(const InitOptions& options) {
     init_process_group(options);
   }
-  ~Joined() {
+  ~ScopedProcessGroup() {
     destroy_process_group();
   }
 };
 
 TEST(FakeBackend, StandsInForAnyNumberOfRanks) {
-  const Joined joined({.backend = "fake", .rank = 7, .world_size = 1024});
+  const ScopedProcessGroup joined({.backend = "fake", .rank = 7, .world_size = 1024});
   EXPECT_EQ(get_rank(), 7);
   EXPECT_EQ(get_world_size(), 1024);
   const auto world = default_group();
@@ -42,7 +42,7 @@ TEST(FakeBackend, StandsInForAnyNumberOfRanks) {
 TEST(FakeBackend, TakesItsPlaceFromTheEnvironment) {
   setenv("RANK", "3", 1);
   setenv("WORLD_SIZE", "4", 1);
-  const Joined joined({.backend = "fake"});
+  const ScopedProcessGroup joined({.backend = "fake"});
   unsetenv("RANK");
   unsetenv("WORLD_SIZE");
   EXPECT_EQ(get_rank(), 3);
@@ -50,7 +50,7 @@ TEST(FakeBackend, TakesItsPlaceFromTheEnvironment) {
 }
 
 TEST(FakeBackend, IsExactForOneRank) {
-  const Joined joined({.backend = "fake"});
+  const ScopedProcessGroup joined({.backend = "fake"});
   test::check_every_collective(default_group(), 4);
 }
 
@@ -59,7 +59,7 @@ TEST(InitProcessGroup, AloneIsAWorldOfOne) {
        {"RANK", "WORLD_SIZE", "SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}) {
     unsetenv(name);
   }
-  const Joined joined({});
+  const ScopedProcessGroup joined({});
   EXPECT_EQ(get_world_size(), 1);
   EXPECT_EQ(get_local_rank(), 0);
   test::check_every_collective(default_group(), 4);

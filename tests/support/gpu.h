@@ -41,11 +41,11 @@ struct OwnStream {
 };
 
 /// Leaves the world however the test ends.
-struct Joined {
-  explicit Joined(const InitOptions& options) {
+struct ScopedProcessGroup {
+  explicit ScopedProcessGroup(const InitOptions& options) {
     init_process_group(options);
   }
-  ~Joined() {
+  ~ScopedProcessGroup() {
     destroy_process_group();
   }
 };

@@ -10,7 +10,7 @@
 #include <mutex>
 
 #include "param/fsdp_param.h"
-#include "param/spread.h"
+#include "param/tensor_piece.h"
 #include "support/device.h"
 #include "support/models.h"
 #include "support/tensors.h"
@@ -103,7 +103,7 @@ inline void expect_parity(
   for (const auto& item : actual) {
     const auto& whole = expected[item.key()];
     const bool managed =
-        detail::FSDPParam::find(item.value()) || detail::Spread::find(item.value());
+        detail::FSDPParam::find(item.value()) || detail::TensorPiece::find(item.value());
     const auto part = [&](const torch::Tensor& tensor) {
       return managed ? part_of(tensor, item.value()) : tensor;
     };

@@ -154,7 +154,7 @@ void ThreadOperation::compute(int rank) {
         for (const auto& peer : calls_) {
           inputs.push_back(peer.call.input.const_data_ptr());
         }
-        place(mine.output, inputs, *mine.plan);
+        copy_parts(mine.output, inputs, *mine.plan);
         break;
       }
       for (int64_t i = 0; i < n; ++i) {

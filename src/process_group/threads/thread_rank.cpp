@@ -22,25 +22,25 @@ namespace detail {
 namespace {
 
 /// A thread's membership in a world: the constructor joins, the destructor leaves.
-struct ThreadPlace {
-  ThreadPlace(std::shared_ptr<ThreadWorld> joined, int as_rank)
+struct ThreadMembership {
+  ThreadMembership(std::shared_ptr<ThreadWorld> joined, int as_rank)
       : world(std::move(joined)), rank(as_rank) {
     world->enter(rank);
   }
-  ~ThreadPlace() {
+  ~ThreadMembership() {
     world->leave(rank);
   }
-  ThreadPlace(const ThreadPlace&) = delete;
-  ThreadPlace& operator=(const ThreadPlace&) = delete;
+  ThreadMembership(const ThreadMembership&) = delete;
+  ThreadMembership& operator=(const ThreadMembership&) = delete;
 
   const std::shared_ptr<ThreadWorld> world;
   const int rank;
 };
 
 void become_rank(const std::shared_ptr<ThreadWorld>& world, int rank, bool from_run_ranks) {
-  auto place = std::make_shared<ThreadPlace>(world, rank);
+  auto membership = std::make_shared<ThreadMembership>(world, rank);
   auto context = make_context(std::make_shared<ThreadFactory>(world, rank), world->size(), rank);
-  context->place = std::move(place);
+  context->membership = std::move(membership);
   context->from_run_ranks = from_run_ranks;
   // Backward must run in the rank's own thread, because its hooks call collectives.
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);

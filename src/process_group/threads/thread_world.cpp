@@ -51,7 +51,7 @@ bool ThreadWorld::somebody_left() const {
 }
 
 void ThreadWorld::note_thread(int world_rank) {
-  strangers_ |= threads_[world_rank] != std::this_thread::get_id();
+  has_foreign_threads_ |= threads_[world_rank] != std::this_thread::get_id();
 }
 
 void ThreadWorld::check_failed() const {
@@ -76,7 +76,7 @@ void ThreadWorld::wake_all() {
 }
 
 void ThreadWorld::check_deadlock() {
-  if (strangers_) {
+  if (has_foreign_threads_) {
     return; // a thread other than the rank's own may still make the missing call
   }
   std::vector<std::string> waits;

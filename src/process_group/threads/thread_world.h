@@ -89,7 +89,7 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
   std::vector<bool> ended_;              // by rank
   std::vector<std::thread::id> threads_; // by rank; only of ranks that have entered
   std::vector<Waiting> waiting_;         // by rank
-  bool strangers_ = false;               // a thread has acted for a rank that it does not run
+  bool has_foreign_threads_ = false;     // a thread has acted for a rank that it does not run
   std::map<std::string, std::weak_ptr<ThreadGroup>> groups_;
 };
 

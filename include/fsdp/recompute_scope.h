@@ -27,9 +27,9 @@ struct ActivationCheckpointOptions {
 namespace detail {
 
 /// A call that can be made again: the callee, and copies of its arguments.
-class Region {
+class RepeatableCall {
  public:
-  virtual ~Region() = default;
+  virtual ~RepeatableCall() = default;
   /// The callee's name, for messages.
   virtual std::string name() const = 0;
   /// Moves the tensors out of the kept arguments, always in the same order.
@@ -38,17 +38,17 @@ class Region {
   virtual void run(std::vector<at::Tensor> tensors) = 0;
 };
 
-/// Wraps the call that `region` can repeat. While the scope exists, tensors that autograd saves
-/// in the calling thread are dropped. Backward runs the region when it needs one of them.
-class FSDP_API CheckpointScope {
+/// Wraps a call that `call` can make again. While the scope exists, tensors that autograd saves
+/// in the calling thread are dropped. Backward makes the call when it needs one of them.
+class FSDP_API RecomputeScope {
  public:
   /// Returns false if autograd saves nothing, because grad mode is off.
   static bool needed();
 
-  CheckpointScope(std::unique_ptr<Region> region, const ActivationCheckpointOptions& options);
-  ~CheckpointScope();
-  CheckpointScope(const CheckpointScope&) = delete;
-  CheckpointScope& operator=(const CheckpointScope&) = delete;
+  RecomputeScope(std::unique_ptr<RepeatableCall> call, const ActivationCheckpointOptions& options);
+  ~RecomputeScope();
+  RecomputeScope(const RecomputeScope&) = delete;
+  RecomputeScope& operator=(const RecomputeScope&) = delete;
 
   /// Returns true while an exception ends a recomputation that has all it needs. Such an
   /// exception is not an error.
@@ -60,12 +60,12 @@ class FSDP_API CheckpointScope {
 };
 
 /// While this object exists, recomputations in the calling thread do not end early.
-class FSDP_API RunsToTheEnd {
+class FSDP_API NoEarlyStop {
  public:
-  RunsToTheEnd();
-  ~RunsToTheEnd();
-  RunsToTheEnd(const RunsToTheEnd&) = delete;
-  RunsToTheEnd& operator=(const RunsToTheEnd&) = delete;
+  NoEarlyStop();
+  ~NoEarlyStop();
+  NoEarlyStop(const NoEarlyStop&) = delete;
+  NoEarlyStop& operator=(const NoEarlyStop&) = delete;
 };
 
 } // namespace detail

@@ -1,4 +1,4 @@
-#include "param/spread.h"
+#include "param/tensor_piece.h"
 
 #include <c10/util/Exception.h>
 
@@ -12,27 +12,27 @@ namespace fsdp::detail {
 
 namespace {
 
-TensorTable<Spread*> spreads;
+TensorTable<TensorPiece*> pieces;
 
 } // namespace
 
-Spread::Spread(at::Tensor param, std::string name, TensorSpec spec)
+TensorPiece::TensorPiece(at::Tensor param, std::string name, TensorSpec spec)
     : param_(std::move(param)), name_(std::move(name)), spec_(std::move(spec)) {
-  const bool is_new = spreads.add(param_, this);
+  const bool is_new = pieces.add(param_, this);
   TORCH_INTERNAL_ASSERT(is_new, "parameter '", name_, "' is a piece already");
 }
 
-Spread::~Spread() {
-  spreads.remove(param_);
+TensorPiece::~TensorPiece() {
+  pieces.remove(param_);
 }
 
-std::shared_ptr<Spread> Spread::find(const at::Tensor& tensor) {
-  return spreads.with(tensor, [](Spread* const* spread) {
-    return spread ? (*spread)->weak_from_this().lock() : nullptr;
+std::shared_ptr<TensorPiece> TensorPiece::find(const at::Tensor& tensor) {
+  return pieces.with(tensor, [](TensorPiece* const* piece) {
+    return piece ? (*piece)->weak_from_this().lock() : nullptr;
   });
 }
 
-std::vector<std::vector<int64_t>> Spread::piece_sizes() const {
+std::vector<std::vector<int64_t>> TensorPiece::piece_sizes() const {
   std::vector<std::vector<int64_t>> sizes;
   for (int64_t i = 0; i < spec_.mesh.size(); ++i) {
     sizes.push_back(local_sizes(
@@ -41,7 +41,7 @@ std::vector<std::vector<int64_t>> Spread::piece_sizes() const {
   return sizes;
 }
 
-at::Tensor Spread::piece_of(const at::Tensor& whole) const {
+at::Tensor TensorPiece::piece_of(const at::Tensor& whole) const {
   const std::vector<Placement> replicated(spec_.placements.size(), Replicate{});
   return redistribute(whole, {spec_.mesh, replicated, spec_.sizes}, spec_.placements);
 }

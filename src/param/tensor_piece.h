@@ -13,21 +13,21 @@ namespace fsdp::detail {
 // Note [Pieces of model parallelism]
 //
 // Tensor parallelism keeps a parameter's tensor object and replaces its content by this rank's
-// piece. A Spread remembers what it is a piece of, in a table by TensorImpl. fully_shard then takes
-// the piece for the whole parameter and shards it over the axes of data parallelism. Only
+// piece. A TensorPiece remembers what it is a piece of, in a table by TensorImpl. fully_shard then
+// takes the piece for the whole parameter and shards it over the axes of data parallelism. Only
 // param_placement.h combines both: the axes of data parallelism come first in the mesh, and they
 // divide last.
 
-/// One parameter that holds this rank's piece of a tensor. Its module keeps the Spread alive.
-class Spread : public std::enable_shared_from_this<Spread> {
+/// One parameter that holds this rank's piece of a tensor. Its module keeps the TensorPiece alive.
+class TensorPiece : public std::enable_shared_from_this<TensorPiece> {
  public:
-  Spread(at::Tensor param, std::string name, TensorSpec spec);
-  ~Spread();
-  Spread(const Spread&) = delete;
-  Spread& operator=(const Spread&) = delete;
+  TensorPiece(at::Tensor param, std::string name, TensorSpec spec);
+  ~TensorPiece();
+  TensorPiece(const TensorPiece&) = delete;
+  TensorPiece& operator=(const TensorPiece&) = delete;
 
-  /// The Spread of `tensor`, or null.
-  static std::shared_ptr<Spread> find(const at::Tensor& tensor);
+  /// The TensorPiece of `tensor`, or null.
+  static std::shared_ptr<TensorPiece> find(const at::Tensor& tensor);
 
   const std::string& name() const {
     return name_;

@@ -17,8 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include <fsdp/checkpoint_scope.h>
 #include <fsdp/export.h>
+#include <fsdp/recompute_scope.h>
 #include <fsdp/tree.h>
 
 namespace fsdp::detail {
@@ -29,34 +29,35 @@ namespace fsdp::detail {
 // type refers to the caller's memory. Not if the type is polymorphic: a copy would lose the
 // derived part.
 template <class T>
-inline constexpr bool keeps = std::is_copy_constructible_v<T> && !std::is_polymorphic_v<T>;
+inline constexpr bool is_safe_to_copy =
+    std::is_copy_constructible_v<T> && !std::is_polymorphic_v<T>;
 template <class T>
-inline constexpr bool keeps<std::vector<T>> = keeps<T>;
+inline constexpr bool is_safe_to_copy<std::vector<T>> = is_safe_to_copy<T>;
 template <class T>
-inline constexpr bool keeps<c10::ArrayRef<T>> = false;
+inline constexpr bool is_safe_to_copy<c10::ArrayRef<T>> = false;
 template <class T>
-inline constexpr bool keeps<c10::OptionalArrayRef<T>> = false;
+inline constexpr bool is_safe_to_copy<c10::OptionalArrayRef<T>> = false;
 template <class T>
-inline constexpr bool keeps<std::initializer_list<T>> = false;
+inline constexpr bool is_safe_to_copy<std::initializer_list<T>> = false;
 template <>
-inline constexpr bool keeps<std::string_view> = false;
+inline constexpr bool is_safe_to_copy<std::string_view> = false;
 
 // An array or a function is passed as the pointer that it decays to.
 template <class A>
 inline constexpr bool decays =
     std::is_array_v<std::remove_reference_t<A>> || std::is_function_v<std::remove_reference_t<A>>;
 template <class A>
-using Passed = std::conditional_t<decays<A>, std::decay_t<A>, A>;
+using PassedType = std::conditional_t<decays<A>, std::decay_t<A>, A>;
 
 template <class... P>
-inline constexpr bool can_repeat = ((!decays<P> && keeps<std::decay_t<P>>) && ...);
+inline constexpr bool can_repeat = ((!decays<P> && is_safe_to_copy<std::decay_t<P>>) && ...);
 
 /// The call `again.call<P...>(args...)` with copies of the arguments as they are now. P are the
 /// parameter types of the callee. An argument that the callee may write to is a copy, too.
 template <class Again, class... P>
-class RegionOf : public Region {
+class RepeatableCallOf : public RepeatableCall {
  public:
-  RegionOf(Again again, const std::remove_reference_t<P>&... args)
+  RepeatableCallOf(Again again, const std::remove_reference_t<P>&... args)
       : again_(std::move(again)), args_(args...) {}
 
   std::string name() const override {
@@ -90,9 +91,9 @@ class RegionOf : public Region {
 
 /// A module that backward may call again. Does not keep the module alive: the module may hold a
 /// result of its own call, and the two would keep each other alive forever.
-class FSDP_API LiveModule {
+class FSDP_API WeakModule {
  public:
-  explicit LiveModule(const torch::nn::Module& module);
+  explicit WeakModule(const torch::nn::Module& module);
   /// Throws if the module is gone. A module that no shared_ptr owns cannot be checked.
   std::shared_ptr<const torch::nn::Module> lock() const;
   /// "'layers.0' (BlockImpl)", or only the type if the module is not sharded.

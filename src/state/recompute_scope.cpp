@@ -1,4 +1,4 @@
-#include <fsdp/checkpoint_scope.h>
+#include <fsdp/recompute_scope.h>
 
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
@@ -69,7 +69,7 @@ std::vector<c10::Device> accelerators(const std::vector<at::Tensor>& tensors) {
 
 bool other_ranks_are_threads() {
   const auto context = current_context();
-  return context && context->place && context->world.size() > 1;
+  return context && context->membership && context->world.size() > 1;
 }
 
 // ------------------------------------------------------------ What was saved
@@ -80,8 +80,9 @@ struct Slot {
 };
 
 /// What must be the same when it is saved again.
-struct Look {
-  explicit Look(const at::Tensor& tensor) : dtype(tensor.scalar_type()), device(tensor.device()) {
+struct TensorProperties {
+  explicit TensorProperties(const at::Tensor& tensor)
+      : dtype(tensor.scalar_type()), device(tensor.device()) {
     if (!tensor.is_nested()) {
       sizes = tensor.sizes().vec();
     }
@@ -90,7 +91,7 @@ struct Look {
       version = tensor._version();
     }
   }
-  bool operator==(const Look&) const = default;
+  bool operator==(const TensorProperties&) const = default;
 
   at::ScalarType dtype;
   c10::Device device;
@@ -98,17 +99,18 @@ struct Look {
   int64_t version = 0;
 };
 
-std::ostream& operator<<(std::ostream& out, const Look& look) {
-  return out << look.dtype << at::IntArrayRef(look.sizes) << " on " << look.device;
+std::ostream& operator<<(std::ostream& out, const TensorProperties& properties) {
+  return out << properties.dtype << at::IntArrayRef(properties.sizes) << " on "
+             << properties.device;
 }
 
 // ------------------------------------------------------------ A checkpointed call
 
 class Frame : public HookSource, public std::enable_shared_from_this<Frame> {
  public:
-  Frame(std::unique_ptr<Region> region, const ActivationCheckpointOptions& options)
-      : options_(options), region_(std::move(region)) {
-    const auto tensors = region_->take_tensors();
+  Frame(std::unique_ptr<RepeatableCall> call, const ActivationCheckpointOptions& options)
+      : options_(options), call_(std::move(call)) {
+    const auto tensors = call_->take_tensors();
     for (const auto& tensor : tensors) {
       arguments_.emplace_back(tensor, /*is_output=*/false);
     }
@@ -128,7 +130,7 @@ class Frame : public HookSource, public std::enable_shared_from_this<Frame> {
   std::shared_ptr<Slot> add(const at::Tensor& tensor) {
     auto slot = std::make_shared<Slot>();
     slots_.emplace_back(slot);
-    looks_.emplace_back(tensor);
+    properties_.emplace_back(tensor);
     return slot;
   }
   at::Tensor take(Slot& slot);
@@ -140,13 +142,13 @@ class Frame : public HookSource, public std::enable_shared_from_this<Frame> {
   void forget_recomputed();
 
   const ActivationCheckpointOptions options_;
-  const std::unique_ptr<Region> region_;
+  const std::unique_ptr<RepeatableCall> call_;
   std::vector<SavedVariable> arguments_;
   std::optional<RepeatableDraws> draws_;
   const AutocastState autocast_ = AutocastState::current();
   bool complete_ = false; // else backward runs inside of the call
   std::vector<std::weak_ptr<Slot>> slots_;
-  std::vector<Look> looks_;
+  std::vector<TensorProperties> properties_;
   std::mutex mutex_; // on an accelerator, backward may run in several threads
   int task_ = -1;    // the backward that the slots were filled for
 };
@@ -231,8 +233,8 @@ class Recomputation : public HookSource {
     if (!frame_.options_.determinism_check || !difference_.empty()) {
       return;
     }
-    const Look now(tensor);
-    const auto& then = frame_.looks_[index];
+    const TensorProperties now(tensor);
+    const auto& then = frame_.properties_[index];
     if (now.version != then.version) {
       difference_ = c10::str("saved tensor ", index, ", ", now, ", was written to since forward");
     } else if (now != then) {
@@ -289,15 +291,15 @@ void Frame::recompute() {
     const SavingThrough saving(recomputation);
     const at::AutoGradMode grad_mode(true);
     const AutocastGuard autocast(autocast_);
-    std::optional<RepeatableDraws::Again> draws;
+    std::optional<RepeatableDraws::RepeatGuard> draws;
     if (draws_) {
       draws.emplace(*draws_);
     }
-    region_->run(std::move(tensors));
+    call_->run(std::move(tensors));
   } catch (c10::Error& error) {
     if (!recomputation.was_stopped()) {
       forget_recomputed();
-      error.add_context(c10::str("when backward recomputed ", region_->name()));
+      error.add_context(c10::str("when backward recomputed ", call_->name()));
       throw;
     }
   } catch (...) {
@@ -309,7 +311,7 @@ void Frame::recompute() {
   if (const auto difference = recomputation.difference(); !difference.empty()) {
     forget_recomputed();
     TORCH_CHECK(
-        false, "[checkpoint] ", region_->name(),
+        false, "[checkpoint] ", call_->name(),
         " was not the same when backward recomputed it: ", difference,
         ". It may depend on its arguments, on parameters and on what it draws from "
         "torch's default generators; not on what changes between the two calls");
@@ -328,7 +330,7 @@ void Frame::forget_recomputed() {
 
 // ------------------------------------------------------------ Public
 
-struct CheckpointScope::State {
+struct RecomputeScope::State {
   explicit State(std::shared_ptr<Frame> frame)
       : frame(std::move(frame)), draws(this->frame->first_draws()), saving(*this->frame) {}
   ~State() {
@@ -342,25 +344,25 @@ struct CheckpointScope::State {
   const SavingThrough saving;
 };
 
-bool CheckpointScope::needed() {
+bool RecomputeScope::needed() {
   return at::GradMode::is_enabled();
 }
 
-CheckpointScope::CheckpointScope(
-    std::unique_ptr<Region> region, const ActivationCheckpointOptions& options)
-    : state_(std::make_unique<State>(std::make_shared<Frame>(std::move(region), options))) {}
+RecomputeScope::RecomputeScope(
+    std::unique_ptr<RepeatableCall> call, const ActivationCheckpointOptions& options)
+    : state_(std::make_unique<State>(std::make_shared<Frame>(std::move(call), options))) {}
 
-CheckpointScope::~CheckpointScope() = default;
+RecomputeScope::~RecomputeScope() = default;
 
-bool CheckpointScope::stopping() {
+bool RecomputeScope::stopping() {
   return stopped != nullptr;
 }
 
-RunsToTheEnd::RunsToTheEnd() {
+NoEarlyStop::NoEarlyStop() {
   ++unstoppable;
 }
 
-RunsToTheEnd::~RunsToTheEnd() {
+NoEarlyStop::~NoEarlyStop() {
   --unstoppable;
 }
 
