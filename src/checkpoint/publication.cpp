@@ -103,11 +103,12 @@ void put_in_place(const Publication& publication) {
     error = exchange(publication, replaced);
     try {
       check_replaceable(publication, replaced);
-    } catch (const CheckpointError&) { // somebody wrote into TARGET in this very moment
-      if (error == 0) {
-        rename_path(target, data.string() + ".new");
+    } catch (const CheckpointError&) { // somebody wrote into TARGET in this very moment: undo
+      if (replaced != data) {
+        rename_path(target, data); // `put_old_back` does the rest
+      } else if (try_rename(data, target, RENAME_EXCHANGE) != 0) {
+        rename_path(data, target.string() + ".kept-" + publication.id); // at least not removed
       }
-      rename_path(replaced, target);
       throw;
     }
   }
@@ -270,11 +271,12 @@ void discard(const Publication& publication) {
   quietly([&] { remove_folder(publication.folder(), publication.target); });
 }
 
-void give_up(const Publication& publication, const std::string& reason) {
-  reports_of(publication).failed(reason);
+std::string give_up(const Publication& publication, const std::string& reason) {
+  const auto first = reports_of(publication).failed(reason);
   if (publication.ranks.rank == 0) {
     discard(publication);
   }
+  return first;
 }
 
 void publish(const Publication& publication, const PublicationSteps& steps) {
@@ -309,9 +311,7 @@ void publish(const Publication& publication, const PublicationSteps& steps) {
     if (!reason.starts_with("rank ")) {
       reason = c10::str("rank ", rank, ": ", reason);
     }
-    give_up(publication, reason);
-    reports.check_failed(); // the first failure may be the cause of this one
-    FSDP_THROW(CheckpointError, reason);
+    FSDP_THROW(CheckpointError, give_up(publication, reason));
   }
   if (rank == 0) {
     discard(publication); // with the old checkpoint

@@ -73,8 +73,9 @@ void publish(const Publication& publication, const PublicationSteps& steps);
 /// Rank 0: removes the folder of a save of which the other ranks do not know yet.
 void discard(const Publication& publication);
 
-/// Instead of `publish`: tells the other ranks that this one does not take part, and why.
-void give_up(const Publication& publication, const std::string& reason);
+/// Ends a save that has failed on this rank, or did not begin: tells the other ranks why. Returns
+/// the reason of the rank that failed first.
+std::string give_up(const Publication& publication, const std::string& reason);
 
 /// Removes what dead saves have left in `parent` under names that begin so, if nothing has changed
 /// there for a minute before `now`, a time of that file system.

@@ -38,12 +38,19 @@ bool SaveReports::has(const std::vector<std::string>& keys) {
   }
 }
 
-void SaveReports::check_failed() {
-  if (ranks_.store && has({prefix_ + "failed"})) {
-    const auto reason = ranks_.store->get_to_str(prefix_ + "failed");
-    ranks_.store->set(key_of(ranks_.rank) + "/knows", "yes");
-    FSDP_THROW(CheckpointError, reason);
+/// Returns the reason of the first rank that failed, or "". Rank 0 waits until all have read it.
+std::string SaveReports::read_failure() {
+  if (!ranks_.store || !has({prefix_ + "failed"})) {
+    return "";
   }
+  const auto reason = ranks_.store->get_to_str(prefix_ + "failed");
+  ranks_.store->set(key_of(ranks_.rank) + "/knows", "yes");
+  return reason;
+}
+
+void SaveReports::check_failed() {
+  const auto reason = read_failure();
+  FSDP_CHECK_AS(CheckpointError, reason.empty(), reason);
 }
 
 /// Polls until `is_over`. Throws if a rank has failed or died, or after `timeout`. `awaited` says
@@ -94,12 +101,16 @@ void SaveReports::complete() {
   }
 }
 
-void SaveReports::failed(const std::string& reason) {
+std::string SaveReports::failed(const std::string& reason) {
   try {
     if (ranks_.store && !has({prefix_ + "failed"})) {
-      tell_others("failed", reason.substr(0, 10'000), std::chrono::seconds(2));
+      ranks_.store->set(prefix_ + "failed", reason.substr(0, 10'000));
     }
+    const auto first = read_failure();
+    wait_until_known(std::chrono::seconds(2));
+    return first.empty() ? reason : first;
   } catch (const std::exception&) { // the others find out that this rank is gone, or time out
+    return reason;
   }
 }
 
@@ -125,23 +136,34 @@ void SaveReports::wait_for_ranks() {
 
 void SaveReports::saved() {
   if (ranks_.size > 1) {
-    tell_others("saved", "saved", std::chrono::seconds(10));
+    ranks_.store->set(prefix_ + "saved", "saved");
+    wait_until_known(std::chrono::seconds(10));
   }
 }
 
-/// Sets the key. Rank 0 also waits a while until the other ranks have read it: its process may
-/// serve the store, and may end now.
-void SaveReports::tell_others(
-    const std::string& key, const std::string& text, std::chrono::seconds patience) {
-  ranks_.store->set(prefix_ + key, text);
+/// Rank 0 waits until the other ranks have read the outcome: its process may serve the store, and
+/// may end now. Then nobody needs the keys of this save any more.
+void SaveReports::wait_until_known(std::chrono::seconds patience) {
+  if (ranks_.rank != 0 || !ranks_.store) {
+    return;
+  }
   std::vector<std::string> keys;
   for (int rank = 1; rank < ranks_.size; ++rank) {
     keys.push_back(key_of(rank) + "/knows");
   }
   const auto deadline = Clock::now() + patience;
-  while (ranks_.rank == 0 && !has(keys) && Clock::now() < deadline) {
+  while (!has(keys)) {
+    if (Clock::now() >= deadline) {
+      return; // a rank is dead or slow, and may look later
+    }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+  for (int rank = 0; rank < ranks_.size; ++rank) {
+    ranks_.store->deleteKey(key_of(rank));
+    ranks_.store->deleteKey(key_of(rank) + "/knows");
+  }
+  ranks_.store->deleteKey(prefix_ + "saved");
+  ranks_.store->deleteKey(prefix_ + "failed");
 }
 
 void SaveReports::wait_for_rank_0() {

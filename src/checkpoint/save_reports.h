@@ -31,9 +31,9 @@ class SaveReports {
 
   /// Reports that this rank's files are complete.
   void complete();
-  /// Reports that this rank has failed, unless another has: the save fails on all ranks. Never
-  /// throws.
-  void failed(const std::string& reason);
+  /// Reports that this rank has failed: the save fails on all ranks. Returns the reason of the rank
+  /// that failed first, which may be the cause. Never throws.
+  std::string failed(const std::string& reason);
   /// Throws the reason of the first rank that reported a failure, if one did.
   void check_failed();
   /// Rank 0: waits until all ranks have reported. Throws the reason of the first that failed.
@@ -50,7 +50,8 @@ class SaveReports {
       const std::function<bool()>& is_over,
       const std::function<std::vector<int>()>& awaited);
   std::string key_of(int rank) const;
-  void tell_others(const std::string& key, const std::string& text, std::chrono::seconds patience);
+  std::string read_failure();
+  void wait_until_known(std::chrono::seconds patience);
 
   const SaveRanks& ranks_;
   const std::string what_;

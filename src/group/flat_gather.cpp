@@ -125,25 +125,27 @@ void FlatParams::take(PendingGather& gathered) {
   divided_ = at::Tensor();
 }
 
+/// None of the copies moves a version counter.
 void FlatParams::copy_out_all(const PendingGather& gathered) {
   at::NoGradGuard no_grad;
-  if (divided_.defined()) {
-    at::AutoDispatchBelowADInplaceOrView below_autograd; // as copy_out
+  if (divided_.defined()) { // the neighbours' parts, one behind the other, are the whole
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
     whole_->tensor().copy_(gathered.buffer);
-    return;
-  }
-  const auto row = gathered.input.numel();
-  if (gathered.buffer.is_same(shard_)) { // alone: one copy that casts
+  } else if (gathered.buffer.is_same(shard_)) { // one rank: a copy that casts
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     for (const auto& param : params_) {
       param->unsharded().copy_(param->sharded());
     }
-    return;
-  }
-  if (plan_ && device().is_cpu()) {
+  } else if (plan_ && device().is_cpu()) {
     copy_out(gathered.buffer, *plan_, whole_->tensor());
-    return;
+  } else {
+    copy_out_parts(gathered);
   }
+}
+
+/// Copies every rank's parts to where they belong. A part that is no run of the whole parameter
+/// (sharded along another dim than 0, or sent by an extension) takes a second copy.
+void FlatParams::copy_out_parts(const PendingGather& gathered) {
   auto targets = gather_targets_;
   auto numels = gather_numels_;
   targets.resize(layout_.num_plain);
@@ -155,11 +157,10 @@ void FlatParams::copy_out_all(const PendingGather& gathered) {
   }
   for (size_t k = 0; k < targets.size(); ++k) {
     if (!targets[k].defined()) {
-      // No run of the whole (another dim than 0, or packed): by way of a copy.
       targets[k] = at::empty({ranks_.size(), numels[k]}, gathered.buffer.options());
     }
   }
-  if (row > 0) {
+  if (const auto row = gathered.input.numel(); row > 0) {
     copy_out(gathered.buffer, numels, row, targets);
   }
   for (size_t k = 0; k < layout_.num_plain; ++k) {

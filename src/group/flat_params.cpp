@@ -133,28 +133,7 @@ void FlatParams::attach_params() {
   gather_targets_.assign(params_.size(), {});
   gather_numels_.clear();
   for (size_t k = 0; k < params_.size(); ++k) {
-    auto& param = *params_[layout_.order[k]];
-    const auto& part = layout_.parts[layout_.order[k]];
-    const auto& geometry = param.geometry();
-    auto sharded = shaped(
-        typed_view(shard, part.shard.offset, part.shard.numel, param.dtype()),
-        geometry.shard_sizes);
-    auto unsharded = sharded;
-    if (whole_) {
-      const auto numel = part.gathered.numel * ranks_.size();
-      unsharded = shaped(
-          typed_view(whole_->tensor(), part.unsharded_offset, numel, gather_dtype(param)),
-          geometry.sizes);
-      if (geometry.dim == 0) {
-        gather_targets_[k] = whole_->tensor()
-                                 .narrow(0, part.unsharded_offset, numel)
-                                 .view({ranks_.size(), part.gathered.numel});
-      }
-    }
-    if (k < layout_.num_plain) {
-      gather_numels_.push_back(part.gathered.numel);
-    }
-    param.attach(std::move(sharded), std::move(unsharded));
+    attach_param(k, shard);
   }
   shard_ = shard; // the old one held the values until here
   if (whole_) {
@@ -165,6 +144,31 @@ void FlatParams::attach_params() {
   if (has_streams(device()) && !backend_places_) {
     plan_.reset(); // one operator copies out
   }
+}
+
+/// Gives the parameter at position `k` of the layout its views of the buffers.
+void FlatParams::attach_param(size_t k, const at::Tensor& shard) {
+  auto& param = *params_[layout_.order[k]];
+  const auto& part = layout_.parts[layout_.order[k]];
+  const auto& geometry = param.geometry();
+  auto sharded = shaped(
+      typed_view(shard, part.shard.offset, part.shard.numel, param.dtype()), geometry.shard_sizes);
+  auto unsharded = sharded;
+  if (whole_) {
+    const auto numel = part.gathered.numel * ranks_.size();
+    unsharded = shaped(
+        typed_view(whole_->tensor(), part.unsharded_offset, numel, gather_dtype(param)),
+        geometry.sizes);
+    if (geometry.dim == 0) {
+      gather_targets_[k] = whole_->tensor()
+                               .narrow(0, part.unsharded_offset, numel)
+                               .view({ranks_.size(), part.gathered.numel});
+    }
+  }
+  if (k < layout_.num_plain) {
+    gather_numels_.push_back(part.gathered.numel);
+  }
+  param.attach(std::move(sharded), std::move(unsharded));
 }
 
 std::shared_ptr<const GatherPlan> FlatParams::gather_plan() const {

@@ -140,11 +140,13 @@ class FlatParams {
   at::ScalarType gather_dtype(const FSDPParam& param) const; // and of compute
   void check_on_host() const;
   void attach_params();
+  void attach_param(size_t k, const at::Tensor& shard);
   std::shared_ptr<const GatherPlan> gather_plan() const;
   void abandon_whole();
   at::Tensor gather_input(AllGather* allocator, at::Tensor& buffer);
   int64_t make_payloads(const at::Tensor& shard);
   void copy_out_all(const PendingGather& gathered);
+  void copy_out_parts(const PendingGather& gathered);
   void copy_out_payloads(std::vector<at::Tensor> outputs);
 
   const ProcessGroup ranks_;

@@ -25,7 +25,6 @@ TrainingState training_state(UnshardFor purpose) {
     case UnshardFor::Recomputation:
       return TrainingState::PreBackward;
     case UnshardFor::User:
-    case UnshardFor::UserAsync:
       return TrainingState::Idle;
   }
   return TrainingState::Idle;
@@ -152,11 +151,10 @@ void FSDPParamGroup::take_first_replica() {
 void FSDPParamGroup::unshard(UnshardFor purpose) {
   const bool up_to_date = state_ == ParamsState::Gathering || state_ == ParamsState::Unsharded ||
                           state_ == ParamsState::Kept;
-  const bool changed = was_changed();
-  if (up_to_date && !changed) {
-    return;
-  }
-  if (changed) {
+  if (up_to_date) {
+    if (!was_changed()) {
+      return;
+    }
     drop_gather(); // of shards that were replaced since
   }
   record_event(EventLog::Kind::Unshard, name_, training_state(purpose));
@@ -170,15 +168,15 @@ void FSDPParamGroup::unshard(UnshardFor purpose) {
 void FSDPParamGroup::start_gather(UnshardFor purpose) {
   const Range range("all_gather", label_);
   const CollectiveLabel collective(name_);
-  const bool by_user = purpose == UnshardFor::User || purpose == UnshardFor::UserAsync;
   const bool in_backward = training_state(purpose) == TrainingState::PreBackward;
-  const auto streams = comm->gather_streams(flat_.device(), /*own=*/!by_user);
+  const auto streams = comm->gather_streams(flat_.device(), /*own=*/purpose != UnshardFor::User);
   if (state_ == ParamsState::Divided && in_backward) {
     gather_ = flat_.start_neighbour_gather(*all_gather_, streams);
   } else {
     lazy_init();
-    // A forward wants the shards as they are now, not what is left of an earlier gather.
-    to_sharded(/*overlap_next_gather=*/purpose == UnshardFor::Forward);
+    if (state_ != ParamsState::Sharded) { // what is left of an earlier gather
+      to_sharded(/*overlap_next_gather=*/purpose == UnshardFor::Forward);
+    }
     gather_ = flat_.start_gather(all_gather_, streams);
   }
   enter(ParamsState::Gathering);
@@ -237,20 +235,23 @@ void FSDPParamGroup::reshard(ReshardAfter when) {
   if (when == ReshardAfter::User) {
     wait_for_host_copies(); // the user may write to the shards now
   }
-  if (was_changed()) {
-    discard_gather();
-    to_sharded(forward);
-  } else if (state_ == ParamsState::Gathering) {
+  if (state_ == ParamsState::Gathering && !was_changed()) {
     return; // somebody will wait for it, and reshard then
-  } else if (forward && ranks_after_forward_ < size()) {
-    if (state_ == ParamsState::Unsharded) {
-      flat_.divide();
-      flat_.show(Face::Sharded);
-      free_whole(forward);
-      enter(ParamsState::Divided);
-    }
+  }
+  discard_gather();
+  if (forward && ranks_after_forward_ < size() && !was_changed()) {
+    divide();
   } else {
     to_sharded(forward);
+  }
+}
+
+void FSDPParamGroup::divide() {
+  if (state_ == ParamsState::Unsharded) {
+    flat_.divide();
+    flat_.show(Face::Sharded);
+    free_whole(/*overlap_next_gather=*/true);
+    enter(ParamsState::Divided);
   }
 }
 

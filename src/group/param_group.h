@@ -31,7 +31,6 @@ enum class UnshardFor : std::uint8_t {
   BackwardPrefetch,
   Recomputation, // of a forward, in backward
   User,
-  UserAsync, // the user waits by a handle
 };
 
 /// When a group is resharded.
@@ -144,6 +143,7 @@ class FSDPParamGroup {
   void start_gather(UnshardFor purpose);
   void to_sharded(bool overlap_next_gather = false);
   void keep_whole();
+  void divide();
   void free_whole(bool overlap_next_gather);
   void discard_gather();
 

@@ -71,7 +71,7 @@ void FSDPModule::for_each_group(bool recurse, F&& set) const {
 // ------------------------------------------------------------ Parameters
 
 std::optional<UnshardHandle> FSDPModule::unshard(bool async_op) {
-  state()->unshard(async_op);
+  state()->unshard();
   if (async_op) {
     return UnshardHandle(state_);
   }

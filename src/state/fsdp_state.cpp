@@ -293,9 +293,9 @@ void FSDPState::check_outputs(const std::vector<at::Tensor*>& outputs) const {
 
 // ------------------------------------------------------------ Called by the user
 
-void FSDPState::unshard(bool async_op) {
+void FSDPState::unshard() {
   for (const auto& group : groups_) {
-    group->unshard(async_op ? UnshardFor::UserAsync : UnshardFor::User);
+    group->unshard(UnshardFor::User);
   }
 }
 

@@ -85,7 +85,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
 
   // ---- Called by the user
 
-  void unshard(bool async_op);
+  void unshard();
   void wait_for_unshard();
   void reshard();
   /// Forgets an iteration that did not end: nothing is pending, all is sharded.

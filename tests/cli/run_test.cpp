@@ -113,8 +113,9 @@ void expect_no_process_left(int signal, int exit_code) {
   });
   const auto ended = run_commands(
       {{{"sh", "-c",
-         "echo $$ > " + pid_file + "; exec " + kTool + " run -n 2 -- " + kProgram + " sleep " +
-             marks},
+         escaped(
+             "echo $$ > " + pid_file + "; exec " + kTool + " run -n 2 -- " + kProgram + " sleep " +
+             marks)},
         kClean}});
   killer.join();
   EXPECT_EQ(ended[0].exit_code, exit_code) << ended[0].output;

@@ -348,7 +348,8 @@ TEST(TrainSignals, FinishesTheStepSavesAndGoesOnLater) {
     const auto ended = interrupted(words, run_folder, std::string("kill -") + name + " $!;");
     EXPECT_EQ(ended.exit_code, code) << ended.output;
     EXPECT_TRUE(contains(ended.output, std::string("stopped   by SIG") + name + " after step "));
-    EXPECT_TRUE(contains(ended.output, "; to resume: " + kTool + " train --resume " + run_folder));
+    EXPECT_TRUE(
+        contains(ended.output, "; to resume: " + kPrintedTool + " train --resume " + run_folder));
     const auto done = metrics_of(run_folder).size();
     const auto rest =
         run({"train", "--resume", run_folder, "--steps", std::to_string(done + 2), "--quiet"});

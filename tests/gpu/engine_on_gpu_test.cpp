@@ -25,8 +25,7 @@ TEST_P(EngineOnGpu, TrainsLikeTheUnshardedModel) {
           ReshardAfterForward(2)}) {
       SCOPED_TRACE_OF(reshard);
       const ModelArgs args{.n_layers = 3, .dropout_p = 0};
-      auto net = seeded<Transformer>(args);
-      auto reference = seeded<Transformer>(args);
+      auto [net, reference] = twins<Transformer>(args);
       reference->to(torch::kCUDA);
       const FullyShardOptions options{.mesh = mesh, .reshard_after_forward = reshard};
       for (auto& block : net->blocks) {
@@ -46,8 +45,7 @@ TEST_P(EngineOnGpu, PrefetchesAndKeepsTheOrderOfEvents) {
   SKIP_WITHOUT_GPU();
   run_ranks(GetParam(), [](int) {
     const auto mesh = init_device_mesh(torch::kCUDA, {get_world_size()});
-    auto net = seeded<Stack>(12, 4);
-    auto reference = seeded<Stack>(12, 4);
+    auto [net, reference] = twins<Stack>(12, 4);
     reference->to(torch::kCUDA);
     std::vector<FSDPModule> mlps;
     for (auto& mlp : net->mlps) {

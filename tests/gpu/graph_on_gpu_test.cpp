@@ -17,8 +17,7 @@ TEST(GraphOnGpu, ReplaysAForwardAndABackwardOfTwoLayers) {
   for (const bool low_precision : {false, true}) {
     SCOPED_TRACE_OF(low_precision);
     const ScopedProcessGroup joined({.backend = "fake", .rank = 0, .world_size = 1});
-    auto net = seeded<Stack>(16, 2);
-    auto reference = seeded<Stack>(16, 2);
+    auto [net, reference] = twins<Stack>(16, 2);
     FullyShardOptions options{.mesh = init_device_mesh(torch::kCUDA, {1})};
     if (low_precision) {
       options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};

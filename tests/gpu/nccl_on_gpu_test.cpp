@@ -138,8 +138,7 @@ TEST(NcclOnGpu, OneRankTrainsLikeTheUnshardedModel) {
       const auto mesh = replicas
                             ? init_device_mesh(torch::kCUDA, {1, 1}, {"dp_replicate", "dp_shard"})
                             : init_device_mesh(torch::kCUDA, {1});
-      auto net = seeded<Transformer>(ModelArgs{.n_layers = 2, .dropout_p = 0});
-      auto reference = seeded<Transformer>(ModelArgs{.n_layers = 2, .dropout_p = 0});
+      auto [net, reference] = twins<Transformer>(ModelArgs{.n_layers = 2, .dropout_p = 0});
       reference->to(torch::kCUDA);
       shard_transformer(net, {.mesh = mesh});
       FSDPModule::of(net).set_allocate_memory_from_process_group_for_comm(true);
@@ -235,8 +234,7 @@ TEST_F(NcclRanks, MatchTheDefinitionsAndTrain) {
   for (const auto place : {detail::PlaceGathers::Never, detail::PlaceGathers::Always}) {
     SCOPED_TRACE(place == detail::PlaceGathers::Always ? "placed" : "not placed");
     const PlacedGathers placed(place); // by parts that divide evenly
-    auto net = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
-    auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
+    auto [net, reference] = twins<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
     reference->to(mine);
     shard_transformer(net, {.mesh = mesh});
     train_and_compare(net, reference, [&](Transformer& each, int step) {
@@ -246,8 +244,7 @@ TEST_F(NcclRanks, MatchTheDefinitionsAndTrain) {
   for (const ReshardAfterForward& reshard :
        {ReshardAfterForward(true), ReshardAfterForward(false)}) {
     SCOPED_TRACE_OF(reshard);
-    auto net = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
-    auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
+    auto [net, reference] = twins<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
     reference->to(mine);
     shard_transformer(net, {.mesh = mesh, .reshard_after_forward = reshard});
     FSDPModule::of(net).set_allocate_memory_from_process_group_for_comm(true);

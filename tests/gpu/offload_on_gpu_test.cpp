@@ -131,8 +131,7 @@ TEST_P(OffloadOnGpu, TrainsLikeTheUnshardedModel) {
            {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(),
             ReshardAfterForward(2)}) {
         SCOPED_TRACE_OF(pin_memory, reshard);
-        auto net = seeded<SeeingNet>();
-        auto reference = seeded<SeeingNet>();
+        auto [net, reference] = twins<SeeingNet>();
         reference->to(torch::kCUDA);
         shard_net(net, reshard, pin_memory);
         train_on_both(net, reference, pin_memory, 1, true);
@@ -147,8 +146,7 @@ TEST_P(OffloadOnGpu, AccumulatesWithAndWithoutCommunication) {
     for (const bool pin_memory : {true, false}) {
       for (const bool sync_each : {true, false}) {
         SCOPED_TRACE_OF(pin_memory, sync_each);
-        auto net = seeded<SeeingNet>();
-        auto reference = seeded<SeeingNet>();
+        auto [net, reference] = twins<SeeingNet>();
         reference->to(torch::kCUDA);
         shard_net(net, true, pin_memory);
         train_on_both(net, reference, pin_memory, 3, sync_each);
@@ -161,8 +159,7 @@ TEST_P(OffloadOnGpu, AccumulatesWithAndWithoutCommunication) {
 TEST_P(OffloadOnGpu, TakesParametersFromTheGpu) {
   SKIP_WITHOUT_GPU();
   run_ranks(GetParam(), [](int) {
-    auto net = seeded<SeeingNet>();
-    auto reference = seeded<SeeingNet>();
+    auto [net, reference] = twins<SeeingNet>();
     net->to(torch::kCUDA);
     reference->to(torch::kCUDA);
     shard_net(net, {}, true);
@@ -173,8 +170,7 @@ TEST_P(OffloadOnGpu, TakesParametersFromTheGpu) {
 TEST_P(OffloadOnGpu, HooksSeeTheReducedGradientOnTheHost) {
   SKIP_WITHOUT_GPU();
   run_ranks(GetParam(), [](int) {
-    auto net = seeded<SeeingNet>();
-    auto reference = seeded<SeeingNet>();
+    auto [net, reference] = twins<SeeingNet>();
     reference->to(torch::kCUDA);
     shard_net(net, {}, true);
     loss_of(reference, 0).backward();

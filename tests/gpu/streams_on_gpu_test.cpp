@@ -260,8 +260,7 @@ TEST(StreamsOnGpu, AnotherStreamEachStep) {
   run_ranks(2, [](int) {
     const auto mesh = init_device_mesh(torch::kCUDA, {2});
     const ModelArgs args{.n_layers = 2, .dropout_p = 0}; // tied: one gradient is a sum
-    auto net = seeded<Transformer>(args);
-    auto reference = seeded<Transformer>(args);
+    auto [net, reference] = twins<Transformer>(args);
     reference->to(torch::kCUDA);
     shard_transformer(net, {.mesh = mesh});
     for (int step = 0; step < 4; ++step) {
@@ -285,8 +284,7 @@ TEST(StreamsOnGpu, ASmallModelTrains) {
   SKIP_WITHOUT_GPU();
   run_ranks(2, [](int) {
     const OwnStream own;
-    auto net = seeded<Stack>(8, 2);
-    auto reference = seeded<Stack>(8, 2);
+    auto [net, reference] = twins<Stack>(8, 2);
     reference->to(torch::kCUDA);
     for (auto& mlp : net->mlps) {
       fully_shard(mlp, {.mesh = init_device_mesh(torch::kCUDA, {2})});
@@ -305,8 +303,7 @@ struct SeenStreams {
 };
 struct SeenAllGather : AllGather {
   explicit SeenAllGather(SeenStreams& seen) : seen(seen) {}
-  Work operator()(
-      torch::Tensor& out, const torch::Tensor& in, ProcessGroup& group, bool) override {
+  Work operator()(torch::Tensor& out, const torch::Tensor& in, ProcessGroup& group, bool) override {
     seen.gathers.insert(detail::current_stream(out.device()).id());
     return group.all_gather_async(out, in);
   }

@@ -16,8 +16,7 @@ inline void train_biases_only(
     bool freeze_after,
     const std::function<void(MLP&)>& prepare = [](MLP&) {}) {
   SCOPED_TRACE_OF(reshard, freeze_after);
-  auto net = seeded<Stack>(32);
-  auto reference = seeded<Stack>(32);
+  auto [net, reference] = twins<Stack>(32);
   const auto freeze = [](Stack& each) {
     for (const auto& item : each->named_parameters()) {
       item.value().set_requires_grad(item.key().find("bias") != std::string::npos);

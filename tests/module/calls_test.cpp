@@ -15,8 +15,7 @@ using namespace test;
 
 TEST(Training, ForwardAndBackwardOfAModuleThatIsNotTheRoot) {
   run_ranks(2, [](int) {
-    auto net = seeded<Stack>(32);
-    auto reference = seeded<Stack>(32);
+    auto [net, reference] = twins<Stack>(32);
     for (auto& mlp : net->mlps) {
       fully_shard(mlp);
     }
@@ -44,8 +43,7 @@ TEST(Training, SeveralRootsWithAndWithoutASharedContext) {
   run_ranks(2, [](int) {
     for (const bool shared : {false, true}) {
       SCOPED_TRACE_OF(shared);
-      auto net = seeded<Stack>(16);
-      auto reference = seeded<Stack>(16);
+      auto [net, reference] = twins<Stack>(16);
       std::vector<FSDPModule> roots;
       for (auto& mlp : net->mlps) {
         roots.push_back(fully_shard(mlp));
@@ -87,8 +85,7 @@ TEST(Training, AModuleThatIsCalledTwice) {
          {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
       for (const bool needs_grad : {false, true}) {
         SCOPED_TRACE_OF(reshard, needs_grad);
-        auto net = seeded<MultiForward>();
-        auto reference = seeded<MultiForward>();
+        auto [net, reference] = twins<MultiForward>();
         fully_shard(net->inner, {.reshard_after_forward = reshard});
         fully_shard(net, {.reshard_after_forward = reshard});
         CommDebugMode comm;
@@ -107,8 +104,7 @@ TEST(Training, UnusedOutputsAndUnusedModules) {
     for (const ReshardAfterForward& reshard :
          {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
       SCOPED_TRACE_OF(reshard);
-      auto net = seeded<DoubleLinear>(24);
-      auto reference = seeded<DoubleLinear>(24);
+      auto [net, reference] = twins<DoubleLinear>(24);
       fully_shard(net->lin1, {.reshard_after_forward = reshard});
       fully_shard(net, {.reshard_after_forward = reshard});
       train_and_compare(
@@ -119,8 +115,7 @@ TEST(Training, UnusedOutputsAndUnusedModules) {
           },
           6);
 
-      auto half = seeded<DoubleLinear>(24, false);
-      auto expected = seeded<DoubleLinear>(24, false);
+      auto [half, expected] = twins<DoubleLinear>(24, false);
       fully_shard(half->lin1, {.reshard_after_forward = reshard});
       fully_shard(half->lin2, {.reshard_after_forward = reshard});
       fully_shard(half, {.reshard_after_forward = reshard});
@@ -134,8 +129,7 @@ TEST(Training, UnusedOutputsAndUnusedModules) {
 
 TEST(Training, UnusedParametersMayBeReducedAsZeros) {
   run_ranks(2, [](int rank) {
-    auto net = seeded<DoubleLinear>(8);
-    auto reference = seeded<DoubleLinear>(8);
+    auto [net, reference] = twins<DoubleLinear>(8);
     auto root = fully_shard(net);
     root.set_reduce_scatter_unused_params(true);
     // Each rank uses another output.
@@ -165,8 +159,7 @@ FSDP_MODULE(NoInputs);
 
 TEST(Training, NoInputsAtAll) {
   run_ranks(2, [](int) {
-    auto net = seeded<NoInputs>();
-    auto reference = seeded<NoInputs>();
+    auto [net, reference] = twins<NoInputs>();
     fully_shard(net);
     EXPECT_EQ(net().sizes(), (std::vector<int64_t>{4, 4}));
     train_and_compare(net, reference, [](NoInputs& each, int) { return each().sum(); });
@@ -283,8 +276,7 @@ TEST(Training, ActivationsInContainersAndStructs) {
       struct Make : Holder<ContainersImpl<C>> {
         Make() : Holder<ContainersImpl<C>>(std::make_shared<Hooked<ContainersImpl<C>>>()) {}
       };
-      auto net = seeded<Make>();
-      auto reference = seeded<Make>();
+      auto [net, reference] = twins<Make>();
       for (auto& part : net->parts) {
         fully_shard(part);
       }
@@ -332,8 +324,7 @@ FSDP_MODULE(VisionModel);
 
 TEST(Training, AnyMethodBetweenTheHooks) {
   run_ranks(2, [](int) {
-    auto net = seeded<VisionModel>();
-    auto reference = seeded<VisionModel>();
+    auto [net, reference] = twins<VisionModel>();
     fully_shard(net->vit);
     fully_shard(net->projector);
     fully_shard(net);
@@ -359,8 +350,7 @@ FSDP_MODULE(Foreign);
 
 TEST(Training, ModulesThatCannotBeHookedAreShardedByCall) {
   run_ranks(2, [](int) {
-    auto net = seeded<Foreign>();
-    auto reference = seeded<Foreign>();
+    auto [net, reference] = twins<Foreign>();
     fully_shard(by_call(net->lin));
     EXPECT_TRUE(is_fsdp_module(net->lin));
     fully_shard(net);

@@ -209,8 +209,7 @@ TEST(CheckpointedTraining, ModulesThatAreCalledMoreThanOnce) {
         for (const bool for_good : {false, true}) {
           for (const auto& reshard : reshards(n)) {
             SCOPED_TRACE_OF(regions, for_good, reshard);
-            auto net = seeded<Twice>();
-            auto reference = seeded<Twice>();
+            auto [net, reference] = twins<Twice>();
             net->regions = reference->regions = regions;
             net->checkpointed = true;
             if (for_good) {
@@ -237,8 +236,7 @@ TEST(CheckpointedTraining, OfTheRootItself) {
     run_ranks(n, [n](int) {
       for (const auto& reshard : reshards(n)) {
         SCOPED_TRACE_OF(reshard);
-        auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0});
-        auto reference = seeded<Transformer>(ModelArgs{.dropout_p = 0});
+        auto [net, reference] = twins<Transformer>(ModelArgs{.dropout_p = 0});
         shard_transformer(net, {.reshard_after_forward = reshard});
         train_and_compare(
             net, reference,

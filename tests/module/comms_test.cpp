@@ -17,8 +17,7 @@ TEST(Training, DivideFactorsAreOfOneModuleAlone) {
   run_ranks(4, [](int) {
     for (const double factor : {8.0, 4.0}) {
       SCOPED_TRACE_OF(factor);
-      auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0, .weight_tying = false});
-      auto reference = seeded<Transformer>(ModelArgs{.dropout_p = 0, .weight_tying = false});
+      auto [net, reference] = twins<Transformer>(ModelArgs{.dropout_p = 0, .weight_tying = false});
       shard_transformer(net, {.reshard_after_forward = false});
       FSDPModule::of(net).set_gradient_divide_factor(factor);
       torch::optim::AdamW sharded_optimizer(net->parameters(), 1e-2);
@@ -66,8 +65,7 @@ TEST(Training, ForcedSumsGoOverTheWireAsSums) {
   run_ranks(2, [](int) {
     for (const bool force_sum : {false, true}) {
       SCOPED_TRACE_OF(force_sum);
-      auto net = seeded<MLP>(6);
-      auto reference = seeded<MLP>(6);
+      auto [net, reference] = twins<MLP>(6);
       auto root = fully_shard(net);
       auto comm = std::make_shared<RecordingReduceScatter>();
       root.set_custom_reduce_scatter(comm);
@@ -117,8 +115,7 @@ struct CountingAllGather : AllGather {
 
 TEST(Comms, CustomOnesAreUsed) {
   run_ranks(2, [](int) {
-    auto net = seeded<Stack>(6);
-    auto reference = seeded<Stack>(6);
+    auto [net, reference] = twins<Stack>(6);
     auto gather = std::make_shared<CountingAllGather>();
     auto reduce = std::make_shared<RecordingReduceScatter>();
     for (auto& mlp : net->mlps) {
@@ -184,8 +181,7 @@ TEST(Comms, WhatUsersLeaveOfABufferIsChecked) {
 
 TEST(Comms, MemoryOfTheProcessGroupOrACustomCommNotBoth) {
   run_ranks(2, [](int) {
-    auto net = seeded<MLP>(6);
-    auto reference = seeded<MLP>(6);
+    auto [net, reference] = twins<MLP>(6);
     auto handle = fully_shard(net);
     handle.set_allocate_memory_from_process_group_for_comm(true);
     train_and_compare(
@@ -213,8 +209,7 @@ TEST(Comms, ASeparateGroupForReductionsAndMoreBuffers) {
   run_ranks(4, [](int) {
     for (const int buffers : {1, 2, 3}) {
       SCOPED_TRACE_OF(buffers);
-      auto net = seeded<Transformer>(ModelArgs{.n_layers = 4, .dropout_p = 0});
-      auto reference = seeded<Transformer>(ModelArgs{.n_layers = 4, .dropout_p = 0});
+      auto [net, reference] = twins<Transformer>(ModelArgs{.n_layers = 4, .dropout_p = 0});
       shard_transformer(net);
       auto root = FSDPModule::of(net);
       root.set_separate_reduce_scatter_group();
@@ -225,7 +220,8 @@ TEST(Comms, ASeparateGroupForReductionsAndMoreBuffers) {
       const auto group = [](TransformerBlock& block) {
         return block.get()->fsdp_state->groups().front();
       };
-      EXPECT_EQ(net.get()->fsdp_state->comm().reductions.max_input_buffers, static_cast<size_t>(buffers));
+      EXPECT_EQ(
+          net.get()->fsdp_state->comm().reductions.max_input_buffers, static_cast<size_t>(buffers));
       EXPECT_EQ(group(net->blocks[0])->max_input_buffers, static_cast<size_t>(buffers));
       EXPECT_EQ(group(net->blocks[1])->max_input_buffers, 1u);
       std::string gathers, reductions;
@@ -245,8 +241,7 @@ TEST(Comms, ASeparateGroupForReductionsAndMoreBuffers) {
 
 TEST(Comms, PostAccumulateGradHooksRunOnceWithTheReducedGradient) {
   run_ranks(2, [](int) {
-    auto net = seeded<MLP>(8);
-    auto reference = seeded<MLP>(8);
+    auto [net, reference] = twins<MLP>(8);
     fully_shard(net->in_proj);
     fully_shard(net->out_proj);
     fully_shard(net);
@@ -274,8 +269,7 @@ TEST(Comms, PostAccumulateGradHooksRunOnceWithTheReducedGradient) {
 
 TEST(Comms, AnOptimizerInBackwardEqualsOneAfterIt) {
   run_ranks(2, [](int) {
-    auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0});
-    auto other = seeded<Transformer>(ModelArgs{.dropout_p = 0});
+    auto [net, other] = twins<Transformer>(ModelArgs{.dropout_p = 0});
     shard_transformer(net);
     shard_transformer(other);
     std::map<const at::TensorImpl*, std::unique_ptr<torch::optim::AdamW>> optimizers;
@@ -335,8 +329,8 @@ TEST(Extensions, TrainOnWhatWasSent) {
     run_ranks(n, [](int) {
       for (const bool reshard : {true, false}) {
         SCOPED_TRACE_OF(reshard);
-        auto net = seeded<Stack>(3); // weights (12, 3) and (3, 12): uneven, and empty on 8
-        auto reference = seeded<Stack>(3);
+        // Weights (12, 3) and (3, 12): uneven, and empty on 8.
+        auto [net, reference] = twins<Stack>(3);
         for (auto& mlp : net->mlps) {
           fully_shard(mlp, {.reshard_after_forward = reshard});
         }

@@ -125,8 +125,7 @@ TEST(Counts, GradientAccumulation) {
   run_ranks(4, [&](int) {
     for (const auto& each : cases) {
       SCOPED_TRACE(each.mode);
-      auto net = seeded<LinearThenMLPs>();
-      auto reference = seeded<LinearThenMLPs>();
+      auto [net, reference] = twins<LinearThenMLPs>();
       for (auto& mlp : net->mlps) {
         fully_shard(mlp, {.reshard_after_forward = each.reshard});
       }

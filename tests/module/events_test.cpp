@@ -94,8 +94,7 @@ FSDP_MODULE(TwoParts);
 
 TEST(Events, AModuleThatOneOfTwoBackwardsDoesNotUse) {
   run_ranks(2, [](int) {
-    auto net = seeded<TwoParts>();
-    auto reference = seeded<TwoParts>();
+    auto [net, reference] = twins<TwoParts>();
     fully_shard(net->first);
     fully_shard(net->second->lin1, {.reshard_after_forward = true});
     fully_shard(net->second->lin2, {.reshard_after_forward = true});
@@ -263,8 +262,7 @@ FSDP_MODULE(Halves);
 
 TEST(Events, AGroupWhoseModulesDoNotAllRun) {
   run_ranks(2, [](int) {
-    auto net = seeded<Halves>();
-    auto reference = seeded<Halves>();
+    auto [net, reference] = twins<Halves>();
     for (auto* half : {&net->first, &net->second}) {
       fully_shard({(*half)->unused_lin, (*half)->lin}, {.reshard_after_forward = true});
     }
@@ -292,8 +290,7 @@ TEST(Events, AGroupWhoseModulesDoNotAllRun) {
 
 TEST(Events, AWrongPrefetchIsDropped) {
   run_ranks(2, [](int) {
-    auto net = seeded<MLP>(16);
-    auto reference = seeded<MLP>(16);
+    auto [net, reference] = twins<MLP>(16);
     auto in_proj = fully_shard(net->in_proj);
     auto out_proj = fully_shard(net->out_proj);
     fully_shard(net);

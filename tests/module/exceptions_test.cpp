@@ -30,8 +30,7 @@ TEST(Bypass, IsCaughtInTheFirstForward) {
   };
   for (const int n : {1, 2}) {
     run_ranks(n, [](int) {
-      auto net = seeded<Around>();
-      auto reference = seeded<Around>();
+      auto [net, reference] = twins<Around>();
       fully_shard(net->mlp);
       fully_shard(net);
       const auto message = message_of<c10::Error>([&] { net(random_batch(0, {2, 4})); });
@@ -109,8 +108,7 @@ TEST(Exceptions, InForwardCaughtInside) {
     Careful() : Holder<CarefulImpl>(std::make_shared<Hooked<CarefulImpl>>()) {}
   };
   run_ranks(2, [](int) {
-    auto net = seeded<Careful>();
-    auto reference = seeded<Careful>();
+    auto [net, reference] = twins<Careful>();
     for (auto& mlp : net->net->mlps) {
       fully_shard(mlp);
     }

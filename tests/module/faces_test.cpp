@@ -147,8 +147,7 @@ TEST(Faces, EditsOfTheWholeAreLostAndWarnedOf) {
 
 TEST(Faces, OptimizersThatWereThereBefore) {
   run_ranks(3, [](int) {
-    auto net = seeded<Net>();
-    auto reference = seeded<Net>();
+    auto [net, reference] = twins<Net>();
     torch::optim::SGD sharded_optimizer(net->parameters(), 1e-2);
     torch::optim::SGD optimizer(reference->parameters(), 1e-2);
     for (auto& mlp : net->mlps) {
@@ -184,8 +183,7 @@ TEST(Faces, LateGradientsAreReducedAtTheEndOfBackward) {
     Late() : Holder<LateImpl>(std::make_shared<Hooked<LateImpl>>()) {}
   };
   run_ranks(2, [](int) {
-    auto net = seeded<Late>();
-    auto reference = seeded<Late>();
+    auto [net, reference] = twins<Late>();
     fully_shard(net->first);
     fully_shard(net, {.reshard_after_forward = true}); // owns second
     train_and_compare(net, reference, [](Late& each, int step) {
@@ -280,8 +278,7 @@ TEST(Faces, TheModuleIsAsBefore) {
 
 TEST(Faces, ShardingAndTheFirstForwardInInferenceMode) {
   run_ranks(2, [](int) {
-    auto net = seeded<Net>();
-    auto reference = seeded<Net>();
+    auto [net, reference] = twins<Net>();
     {
       c10::InferenceMode inference;
       for (auto& mlp : net->mlps) {
@@ -327,8 +324,7 @@ TEST(Faces, DoubleBackwardWithoutUnshardThrows) {
 
 TEST(Faces, DoubleBackwardAfterUnshard) {
   run_ranks(2, [](int) {
-    auto net = seeded<MLP>(4);
-    auto reference = seeded<MLP>(4);
+    auto [net, reference] = twins<MLP>(4);
     auto handle = fully_shard(net, {.reshard_after_forward = false});
     const auto penalty = [](MLP& each, const std::function<void()>& before) {
       const auto x = random_batch(0, {2, 4}).set_requires_grad(true);

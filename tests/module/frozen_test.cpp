@@ -46,8 +46,7 @@ TEST(Training, FrozenGroupsAndUnfreezingLater) {
     for (const auto& [unfreeze, reshard] : std::vector<std::pair<bool, ReshardAfterForward>>{
              {false, true}, {true, true}, {false, false}, {true, false}, {true, 2}}) {
       SCOPED_TRACE_OF(unfreeze, reshard);
-      auto net = seeded<Chain>();
-      auto reference = seeded<Chain>();
+      auto [net, reference] = twins<Chain>();
       for (auto& each : net->linears) {
         fully_shard(each, {.reshard_after_forward = reshard}); // each a root of its own
       }
@@ -108,8 +107,7 @@ TEST(Training, TheSameLayerWithAndWithoutGradientsInOneForward) {
     for (const ReshardAfterForward& reshard :
          {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
       SCOPED_TRACE_OF(reshard);
-      auto net = seeded<MixedGrad>();
-      auto reference = seeded<MixedGrad>();
+      auto [net, reference] = twins<MixedGrad>();
       for (auto* each : {&net->layer_0, &net->layer_no_grad, &net->layer_with_grad}) {
         fully_shard(*each, {.reshard_after_forward = reshard});
       }

@@ -14,8 +14,7 @@ TEST(GlooTraining, EqualsTheUnshardedModel) {
     init_process_group({.backend = "gloo"});
     for (const bool reshard : {true, false}) {
       SCOPED_TRACE_OF(reshard);
-      auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0});
-      auto reference = seeded<Transformer>(ModelArgs{.dropout_p = 0});
+      auto [net, reference] = twins<Transformer>(ModelArgs{.dropout_p = 0});
       for (auto& block : net->blocks) {
         fully_shard(block, {.reshard_after_forward = reshard});
       }
@@ -35,8 +34,7 @@ TEST(GlooTraining, EqualsTheUnshardedModel) {
 TEST(GlooTraining, AnUnusedForwardPrefetchIsNotTakenForNewerWeights) {
   expect_ranks_pass(2, [] {
     init_process_group({.backend = "gloo"});
-    auto net = seeded<DoubleLinear>(8);
-    auto reference = seeded<DoubleLinear>(8);
+    auto [net, reference] = twins<DoubleLinear>(8);
     auto first = fully_shard(net->lin1);
     auto second = fully_shard(net->lin2);
     fully_shard(net);

@@ -44,8 +44,7 @@ TEST(Hsdp, TrainsLikeTheUnshardedModel) {
            std::vector<ReshardAfterForward>{std::nullopt, true, false}) {
         for (const int64_t dim : {3, 16, 17}) {
           SCOPED_TRACE_OF(replicas, shards, reshard, dim);
-          auto net = seeded<Stack>(dim);
-          auto reference = seeded<Stack>(dim);
+          auto [net, reference] = twins<Stack>(dim);
           shard_stack(net, {.mesh = hsdp_mesh(replicas, shards), .reshard_after_forward = reshard});
           train_and_compare(net, reference, stack_loss);
         }
@@ -56,8 +55,7 @@ TEST(Hsdp, TrainsLikeTheUnshardedModel) {
 
 TEST(Hsdp, ReshardsOverSomeOfTheShards) {
   run_ranks(8, [](int) {
-    auto net = seeded<Stack>(16);
-    auto reference = seeded<Stack>(16);
+    auto [net, reference] = twins<Stack>(16);
     shard_stack(net, {.mesh = hsdp_mesh(2, 4), .reshard_after_forward = 2});
     train_and_compare(net, reference, stack_loss);
   });
@@ -67,8 +65,7 @@ TEST(Hsdp, Checkpointed) {
   run_ranks(4, [](int) {
     for (const bool offload : {false, true}) {
       SCOPED_TRACE_OF(offload);
-      auto net = seeded<Stack>(17);
-      auto reference = seeded<Stack>(17);
+      auto [net, reference] = twins<Stack>(17);
       for (auto& mlp : net->mlps) {
         apply_activation_checkpointing(mlp);
       }
@@ -105,8 +102,7 @@ TEST(Hsdp, MoreInputBuffersChangeNoNumber) {
 TEST(Hsdp, ATransformerWithTiedWeights) {
   run_ranks(4, [](int) {
     const ModelArgs args{.n_layers = 3, .dropout_p = 0};
-    auto net = seeded<Transformer>(args);
-    auto reference = seeded<Transformer>(args);
+    auto [net, reference] = twins<Transformer>(args);
     shard_transformer(net, {.mesh = hsdp_mesh(2, 2)});
     train_and_compare(net, reference, transformer_loss, 5);
   });
@@ -168,8 +164,7 @@ TEST(Hsdp, GradientAccumulation) {
       for (const bool reshard : {true, false}) {
         SCOPED_TRACE_OF(each.mode, each.scatter_only, reshard);
         // Three of its own in a root that has one more.
-        auto net = seeded<Stack>(8, 4);
-        auto reference = seeded<Stack>(8, 4);
+        auto [net, reference] = twins<Stack>(8, 4);
         const FullyShardOptions options{.mesh = hsdp_mesh(2, 2), .reshard_after_forward = reshard};
         for (size_t i = 1; i < 4; ++i) {
           fully_shard(net->mlps[i], options);
@@ -212,8 +207,7 @@ TEST(Hsdp, GradientAccumulation) {
 
 TEST(Hsdp, PartialSumsOfParametersThatTheLastMicrobatchDoesNotUse) {
   run_ranks(4, [](int) {
-    auto net = seeded<Stack>(6);
-    auto reference = seeded<Stack>(6);
+    auto [net, reference] = twins<Stack>(6);
     auto root = fully_shard(net, {.mesh = hsdp_mesh(2, 2)});
     root.set_requires_all_reduce(false);
     for (auto* each : {&net, &reference}) {
@@ -246,8 +240,7 @@ TEST(Hsdp, DividesAsAsked) {
       for (const auto dtype : {torch::kFloat, torch::kHalf}) {
         for (const std::optional<double> factor : {std::optional<double>(), std::optional(2.0)}) {
           SCOPED_TRACE_OF(force_sum, dtype, factor);
-          auto net = seeded<Stack>(8);
-          auto reference = seeded<Stack>(8);
+          auto [net, reference] = twins<Stack>(8);
           auto root =
               fully_shard(net, {.mesh = hsdp_mesh(2, 2), .mp_policy = {.reduce_dtype = dtype}});
           root.set_force_sum_reduction_for_comms(force_sum);
@@ -269,8 +262,7 @@ TEST(Hsdp, DividesAsAsked) {
 
 TEST(Hsdp, ClipsByTheNormOfTheWhole) {
   run_ranks(4, [](int) {
-    auto net = seeded<Stack>(5);
-    auto reference = seeded<Stack>(5);
+    auto [net, reference] = twins<Stack>(5);
     shard_stack(net, {.mesh = hsdp_mesh(2, 2)});
     stack_loss(net, 0).backward();
     stack_loss(reference, 0).backward();
@@ -334,8 +326,7 @@ TEST(Hsdp, Refused) {
 
 TEST(Hsdp, OffloadedAndInLowPrecision) {
   run_ranks(4, [](int) {
-    auto net = seeded<Stack>(16);
-    auto plain = seeded<Stack>(16);
+    auto [net, plain] = twins<Stack>(16);
     const MixedPrecisionPolicy policy{
         .param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
     shard_stack(
@@ -366,8 +357,7 @@ TEST(Hsdp, ExtensionsAreGivenTheShardsMesh) {
     int calls = 0;
   };
   run_ranks(8, [](int) {
-    auto net = seeded<Stack>(6);
-    auto reference = seeded<Stack>(6);
+    auto [net, reference] = twins<Stack>(6);
     fully_shard(net, {.mesh = hsdp_mesh(2, 4)});
     const auto extension = std::make_shared<Plain>();
     set_all_gather_extension(net->mlps[0]->in_proj->weight, extension);
@@ -430,8 +420,7 @@ TEST(Hsdp, ReplicasDifferUntilTheUserBroadcasts) {
 TEST(ReplicateModules, TrainLikeTheUnshardedModel) {
   for (const int n : {1, 2, 3}) {
     run_ranks(n, [n](int) {
-      auto net = seeded<Stack>(5);
-      auto reference = seeded<Stack>(5);
+      auto [net, reference] = twins<Stack>(5);
       for (auto& mlp : net->mlps) {
         replicate(mlp);
       }
@@ -454,8 +443,7 @@ TEST(ReplicateModules, BesideShardedOnes) {
     for (const bool root_is_replicated : {false, true}) {
       SCOPED_TRACE_OF(root_is_replicated);
       const ModelArgs args{.n_layers = 4, .dropout_p = 0};
-      auto net = seeded<Transformer>(args);
-      auto reference = seeded<Transformer>(args);
+      auto [net, reference] = twins<Transformer>(args);
       for (size_t i = 0; i < net->blocks.size(); ++i) {
         i % 2 == 0 ? replicate(net->blocks[i]) : fully_shard(net->blocks[i]);
       }
@@ -467,8 +455,7 @@ TEST(ReplicateModules, BesideShardedOnes) {
 
 TEST(ReplicateModules, InLowPrecision) {
   run_ranks(2, [](int) {
-    auto net = seeded<Stack>(8);
-    auto reference = seeded<Stack>(8);
+    auto [net, reference] = twins<Stack>(8);
     replicate(net, {.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat}});
     auto loss = stack_loss(net, 0);
     EXPECT_EQ(loss.scalar_type(), torch::kBFloat16);

@@ -28,8 +28,7 @@ TEST(InitParameters, GivesTheSameValuesAtEveryWorldSize) {
 
 TEST(InitParameters, WorksOnWhatHasValues) {
   run_ranks(2, [](int) {
-    auto net = seeded<TwoMLPs>(6);
-    auto reference = seeded<TwoMLPs>(6);
+    auto [net, reference] = twins<TwoMLPs>(6);
     fully_shard(net->first, {.shard_placement_fn = [](const std::string&, const torch::Tensor& p) {
                   return Shard{p.dim() - 1};
                 }});

@@ -351,8 +351,7 @@ TEST(FaultyExtensions, AreNamedAndLeaveTheModelUsable) {
   run_ranks(2, [](int) {
     for (const auto& fault : kFaults) {
       SCOPED_TRACE(fault.message);
-      auto net = seeded<MLP>(5);
-      auto reference = seeded<MLP>(5);
+      auto [net, reference] = twins<MLP>(5);
       auto root = fully_shard(net, {.reshard_after_forward = true});
       const auto loss_of = [](MLP& each, int step) {
         return each(random_batch(step, {2, 5})).sum();
@@ -383,8 +382,7 @@ TEST(FaultyExtensions, AreNamedAndLeaveTheModelUsable) {
 
 TEST(FaultyExtensions, InBackward) {
   run_ranks(2, [](int) {
-    auto net = seeded<MLP>(5);
-    auto reference = seeded<MLP>(5);
+    auto [net, reference] = twins<MLP>(5);
     fully_shard(net, {.reshard_after_forward = true});
     const auto loss_of = [](MLP& each, int step) { return each(random_batch(step, {2, 5})).sum(); };
     auto extension = std::make_shared<Faulty>();

@@ -303,8 +303,7 @@ TEST(Ignored, TheRestOfTheirModuleIsManaged) {
 
 TEST(Ignored, AllOfThem) {
   run_ranks(2, [](int) {
-    auto net = seeded<MLP>(4);
-    auto reference = seeded<MLP>(4);
+    auto [net, reference] = twins<MLP>(4);
     auto handle = fully_shard(net, {.ignored_params = net->parameters()});
     EXPECT_TRUE(is_fsdp_module(net));
     EXPECT_TRUE(managed(net).empty());

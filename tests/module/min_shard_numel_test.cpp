@@ -131,8 +131,7 @@ TEST(MinShardNumel, WithReplicas) {
     run_ranks(static_cast<int>(shape[0] * shape[1]), [&](int) {
       const auto mesh = init_device_mesh(test_device(), shape, {"replicate", "shard"});
       SCOPED_TRACE(mesh.str());
-      auto net = seeded<Stack>(8);
-      auto reference = seeded<Stack>(8);
+      auto [net, reference] = twins<Stack>(8);
       for (auto& mlp : net->mlps) {
         fully_shard(mlp, {.mesh = mesh, .min_shard_numel = 64});
       }
@@ -227,8 +226,7 @@ TEST(MinShardNumel, BeginsWithTheValuesOfTheFirstRank) {
                             ? init_device_mesh(test_device(), shape)
                             : init_device_mesh(test_device(), shape, {"replicate", "shard"});
       SCOPED_TRACE(mesh.str());
-      auto net = seeded<Stack>(8);
-      auto reference = seeded<Stack>(8);
+      auto [net, reference] = twins<Stack>(8);
       {
         torch::NoGradGuard no_grad;
         for (const auto& param : net->parameters()) {

@@ -57,8 +57,7 @@ TEST(Misuse, OutputsMayBeEditedInPlace) {
     for (const LambdaImpl::Body& body : {LambdaImpl::Body(views), LambdaImpl::Body(one_view)}) {
       for (const size_t edited : {0, 1}) {
         SCOPED_TRACE_OF(edited);
-        auto net = seeded<Lambda>(body);
-        auto reference = seeded<Lambda>(body);
+        auto [net, reference] = twins<Lambda>(body);
         fully_shard(net);
         const auto run = [&](Lambda& each) {
           auto outputs = each(leaf());
@@ -112,8 +111,7 @@ void expect_double(Stack& net, Stack& reference) {
 TEST(Misuse, ModuleToWhileParametersAreWhole) {
   for (const int n : {1, 2}) {
     run_ranks(n, [](int) {
-      auto net = seeded<Stack>(6);
-      auto reference = seeded<Stack>(6);
+      auto [net, reference] = twins<Stack>(6);
       fully_shard(net->mlps[0]);
       auto root = fully_shard(net);
       net(random_batch(0, {2, 6})); // the root keeps its parameters, and no backward comes
@@ -121,8 +119,7 @@ TEST(Misuse, ModuleToWhileParametersAreWhole) {
       root.reshard();
       expect_double(net, reference);
 
-      auto other = seeded<Stack>(6);
-      auto expected = seeded<Stack>(6);
+      auto [other, expected] = twins<Stack>(6);
       auto handle = fully_shard(other);
       handle.unshard();
       other->to(torch::kDouble);
@@ -201,8 +198,7 @@ TEST(Misuse, WritesThroughADTensorCountAsASteps) {
 
 TEST(Misuse, EvaluationWithAGroupOfSeveralKeptModules) {
   run_ranks(2, [](int) {
-    auto net = seeded<Stack>(6);
-    auto reference = seeded<Stack>(6);
+    auto [net, reference] = twins<Stack>(6);
     fully_shard({net->mlps[0], net->mlps[1]}, {.reshard_after_forward = false});
     fully_shard(net);
     train_and_compare(net, reference, [](Stack& each, int step) {
@@ -230,8 +226,7 @@ TEST(Misuse, AForwardThatFailsKeepsWhatMicrobatchesAccumulated) {
       TORCH_CHECK(!fail, "a bad batch");
       return std::vector{lin(x)};
     };
-    auto net = seeded<Lambda>(body);
-    auto reference = seeded<Lambda>(body);
+    auto [net, reference] = twins<Lambda>(body);
     auto root = fully_shard(net);
     root.set_requires_gradient_sync(false);
     net(leaf())[0].sum().backward();
@@ -250,8 +245,7 @@ TEST(Misuse, AForwardThatFailsKeepsWhatMicrobatchesAccumulated) {
 
 TEST(Misuse, ALossOfTheParametersAlone) {
   run_ranks(2, [](int) {
-    auto net = seeded<MLP>(6);
-    auto reference = seeded<MLP>(6);
+    auto [net, reference] = twins<MLP>(6);
     auto root = fully_shard(net);
     const auto loss_of = [](MLP& each) { return each(random_batch(0, {2, 6})).sum(); };
     loss_of(net).backward();
@@ -284,8 +278,7 @@ TEST(Misuse, ABackwardInsideForward) {
   run_ranks(2, [](int) {
     for (const bool inner : {false, true}) {
       SCOPED_TRACE_OF(inner);
-      auto net = seeded<Forces>();
-      auto reference = seeded<Forces>();
+      auto [net, reference] = twins<Forces>();
       if (inner) {
         fully_shard(net->energy);
       }
@@ -390,8 +383,7 @@ TEST(Misuse, AGroupOfEmptyParameters) {
 
 TEST(Misuse, ExtensionsThatMoveAndGo) {
   run_ranks(2, [](int) {
-    auto net = seeded<MLP>(5);
-    auto reference = seeded<MLP>(5);
+    auto [net, reference] = twins<MLP>(5);
     auto root = fully_shard(net, {.reshard_after_forward = true});
     const auto loss_of = [](MLP& each, int step) { return each(random_batch(step, {2, 5})).sum(); };
     set_all_gather_extension(net->in_proj->weight, std::make_shared<PlainExtension>());
@@ -468,8 +460,7 @@ TEST(Misuse, HalfAModelOnMetaIsRefusedBeforeAnythingChanges) {
 
 TEST(Misuse, GradientsFromBeforeShardingAreGone) {
   run_ranks(2, [](int) {
-    auto net = seeded<Stack>(4);
-    auto reference = seeded<Stack>(4);
+    auto [net, reference] = twins<Stack>(4);
     net(random_batch(7, {2, 4})).sum().backward();
     fully_shard(net);
     for (const auto& param : net->parameters()) {

@@ -431,8 +431,7 @@ TEST(MixedPrecision, FrozenFloat8AndIntegersBesideTrainableOnes) {
 
 TEST(MixedPrecision, DtypesThatAreNotFloatingPointAreRefused) {
   run_ranks(2, [](int) {
-    auto net = seeded<MLP>(4);
-    auto reference = seeded<MLP>(4);
+    auto [net, reference] = twins<MLP>(4);
     for (const auto dtype : {torch::kInt, torch::kLong, torch::kBool, torch::kComplexFloat}) {
       for (const auto& [policy, field] : std::vector<std::pair<MixedPrecisionPolicy, std::string>>{
                {{.param_dtype = dtype}, "param_dtype"},

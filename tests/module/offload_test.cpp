@@ -27,8 +27,7 @@ TEST(Offload, TrainsLikeTheUnshardedModel) {
       for (const bool pin_memory : {true, false}) {
         for (const auto& reshard : kReshards) {
           SCOPED_TRACE_OF(pin_memory, reshard);
-          auto net = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
-          auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
+          auto [net, reference] = twins<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
           shard_transformer(
               net, {.reshard_after_forward = reshard,
                     .offload_policy = CPUOffloadPolicy{.pin_memory = pin_memory}});

@@ -29,8 +29,7 @@ TEST(Recomputation, AStopInsideAModuleThatIsNotInBackward) {
     run_ranks(n, [n](int) {
       for (const auto& reshard : reshards(n)) {
         SCOPED_TRACE_OF(reshard);
-        auto net = seeded<Fork>();
-        auto reference = seeded<Fork>();
+        auto [net, reference] = twins<Fork>();
         auto left = fully_shard(net->left, {.reshard_after_forward = reshard});
         auto right = fully_shard(net->right, {.reshard_after_forward = reshard});
         auto root = fully_shard(net, {.reshard_after_forward = reshard});
@@ -93,8 +92,7 @@ TEST(Recomputation, AnExceptionInRecomputationLeavesAllUsable) {
     run_ranks(n, [](int) {
       for (const auto flavour : {Flavour::AtTheCall, Flavour::ForGood}) {
         for (const bool late : {false, true}) {
-          auto net = seeded<Failing>();
-          auto reference = seeded<Failing>();
+          auto [net, reference] = twins<Failing>();
           for (auto& part : net->parts) {
             if (flavour == Flavour::ForGood) {
               apply_activation_checkpointing(part, {.early_stop = false});

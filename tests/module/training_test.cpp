@@ -38,8 +38,7 @@ TEST(Training, OneGroupOfUnevenShapes) {
       for (const auto& [in, hidden, out] :
            std::vector<std::tuple<int, int, int>>{{16, 15, 8}, {7, 15, 3}, {16, 17, 8}}) {
         SCOPED_TRACE_OF(in, hidden, out);
-        auto net = seeded<TwoLinears>(in, hidden, out);
-        auto reference = seeded<TwoLinears>(in, hidden, out);
+        auto [net, reference] = twins<TwoLinears>(in, hidden, out);
         fully_shard(net);
         train_and_compare(net, reference, [in = in](TwoLinears& each, int step) {
           return each(random_batch(step, {4, in})).sum();
@@ -51,15 +50,13 @@ TEST(Training, OneGroupOfUnevenShapes) {
 
 TEST(Training, ShardsAlongTheLargestDim) {
   run_ranks(4, [](int) {
-    auto net = seeded<TwoLinears>(32, 16, 8);
-    auto reference = seeded<TwoLinears>(32, 16, 8);
+    auto [net, reference] = twins<TwoLinears>(32, 16, 8);
     fully_shard(net, {.shard_placement_fn = largest_dim});
     EXPECT_EQ(net->first->weight.sizes(), (std::vector<int64_t>{16, 8}));
     train_and_compare(net, reference, [](TwoLinears& each, int step) {
       return each(random_batch(step, {4, 32})).sum();
     });
-    auto transformer = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
-    auto expected = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
+    auto [transformer, expected] = twins<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
     shard_transformer(transformer, {.shard_placement_fn = largest_dim});
     train_and_compare(transformer, expected, transformer_loss);
   });
@@ -96,8 +93,7 @@ TEST(Training, EveryReshardOfATransformer) {
            {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(),
             ReshardAfterForward(n % 2 == 0 ? 2 : n)}) {
         SCOPED_TRACE_OF(reshard);
-        auto net = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
-        auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
+        auto [net, reference] = twins<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
         shard_transformer(net, {.reshard_after_forward = reshard});
         train_and_compare(net, reference, transformer_loss, 3);
       }
@@ -107,8 +103,7 @@ TEST(Training, EveryReshardOfATransformer) {
 
 TEST(Training, PlacementFunctionsMayGiveMeshesOfTheirOwn) {
   run_ranks(4, [](int) {
-    auto net = seeded<MLP>(6);
-    auto reference = seeded<MLP>(6);
+    auto [net, reference] = twins<MLP>(6);
     const auto mesh = init_device_mesh(test_device(), {4}, {"dp"});
     const auto pairs = init_device_mesh(test_device(), {2, 2}, {"a", "b"})["b"];
     fully_shard(
@@ -133,8 +128,7 @@ TEST(Training, SharedParametersAreOneAtAllTheirSites) {
     run_ranks(n, [](int) {
       for (const bool reshard : {true, false}) {
         SCOPED_TRACE_OF(reshard);
-        auto net = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
-        auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
+        auto [net, reference] = twins<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
         shard_transformer(net, {.reshard_after_forward = reshard});
         EXPECT_TRUE(net->output->weight.is_same(net->tok_embeddings->weight));
         train_and_compare(net, reference, transformer_loss);
@@ -163,8 +157,7 @@ TEST(Training, TiedModulesInOneUnevenGroup) {
       for (const bool reshard : {true, false}) {
         SCOPED_TRACE_OF(reshard);
         const int64_t vocab = 4 * n + 1;
-        auto net = seeded<Tied>(vocab);
-        auto reference = seeded<Tied>(vocab);
+        auto [net, reference] = twins<Tied>(vocab);
         auto group =
             fully_shard({net->tok_embeddings, net->output}, {.reshard_after_forward = reshard});
         fully_shard(net, {.reshard_after_forward = reshard});
@@ -194,8 +187,7 @@ TEST(Training, LayersMadeShardedAndDestroyedOneByOne) {
       auto gone = seeded<MLP>(4); // its addresses come again
       fully_shard(gone);
     }
-    auto net = seeded<Stack>(4);
-    auto reference = seeded<Stack>(4);
+    auto [net, reference] = twins<Stack>(4);
     for (auto& mlp : net->mlps) {
       fully_shard(mlp);
     }
@@ -210,8 +202,7 @@ TEST(Training, LayersMadeShardedAndDestroyedOneByOne) {
 
 TEST(Training, ExplicitPrefetchingBothWays) {
   run_ranks(4, [](int) {
-    auto net = seeded<Transformer>(ModelArgs{.n_layers = 8, .dropout_p = 0});
-    auto reference = seeded<Transformer>(ModelArgs{.n_layers = 8, .dropout_p = 0});
+    auto [net, reference] = twins<Transformer>(ModelArgs{.n_layers = 8, .dropout_p = 0});
     shard_transformer(net);
     const auto block = [&](size_t i) { return FSDPModule::of(net->blocks[i]); };
     for (size_t i = 0; i < 8; ++i) {
@@ -228,8 +219,7 @@ TEST(Training, ExplicitPrefetchingBothWays) {
 
 TEST(Training, PostOptimEventsAreUsedOnce) {
   run_ranks(2, [](int) {
-    auto net = seeded<Stack>(8);
-    auto reference = seeded<Stack>(8);
+    auto [net, reference] = twins<Stack>(8);
     auto root = fully_shard(net);
     train_and_compare(net, reference, [&](Stack& each, int step) {
       c10::Event event(test_device());
@@ -271,8 +261,7 @@ FSDP_MODULE(Async);
 
 TEST(Training, UnshardAsyncInsideForwardBeforeLazyInit) {
   run_ranks(2, [](int) {
-    auto net = seeded<Async>();
-    auto reference = seeded<Async>();
+    auto [net, reference] = twins<Async>();
     for (auto& mlp : net->mlps) {
       fully_shard(mlp, {.reshard_after_forward = false}); // roots of their own
     }
@@ -300,8 +289,7 @@ TEST(Training, UnshardAsyncInsideForwardBeforeLazyInit) {
 
 TEST(Training, UnshardBeforeAnyForward) {
   run_ranks(2, [](int) {
-    auto net = seeded<MLP>(4);
-    auto reference = seeded<MLP>(4);
+    auto [net, reference] = twins<MLP>(4);
     auto handle = fully_shard(net);
     handle.unshard();
     const auto expected = reference->named_parameters();
@@ -322,8 +310,7 @@ TEST(Training, WhatParametersShowAfterForwardAndBackward) {
     for (const auto& [reshard, kept] : std::vector<std::pair<ReshardAfterForward, bool>>{
              {true, false}, {false, true}, {2, false}, {std::nullopt, true}}) {
       SCOPED_TRACE_OF(reshard);
-      auto net = seeded<MLP>(3);
-      auto reference = seeded<MLP>(3);
+      auto [net, reference] = twins<MLP>(3);
       auto root = fully_shard(net, {.reshard_after_forward = reshard});
       const auto expect = [&](bool whole) {
         const auto full = reference->named_parameters();
@@ -381,8 +368,7 @@ TEST(Training, ReshardIsOfOneModuleAlone) {
 
 TEST(Training, EveryGatherAsyncByHand) {
   run_ranks(2, [](int) {
-    auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0});
-    auto reference = seeded<Transformer>(ModelArgs{.dropout_p = 0});
+    auto [net, reference] = twins<Transformer>(ModelArgs{.dropout_p = 0});
     shard_transformer(net, {.reshard_after_forward = true});
     train_and_compare(net, reference, [&](Transformer& each, int step) {
       if (is_fsdp_module(each)) {
@@ -398,8 +384,7 @@ TEST(Training, EveryGatherAsyncByHand) {
 
 TEST(Training, ShardsAreTheChunksOfEachParameter) {
   run_ranks(2, [](int rank) {
-    auto net = seeded<Stack>(3); // nothing divides
-    auto reference = seeded<Stack>(3);
+    auto [net, reference] = twins<Stack>(3); // nothing divides
     const auto grid = init_device_mesh(test_device(), {1, 2}, {"pp", "dp"});
     fully_shard(net, {.mesh = grid["dp"]}); // a slice
     const auto whole = reference->named_parameters();
@@ -428,8 +413,7 @@ TEST(Training, OneModuleAtTwoPlaces) {
   for (const bool alone : {false, true}) {
     run_ranks(3, [alone](int) {
       SCOPED_TRACE_OF(alone);
-      auto net = seeded<SameModuleTwice>();
-      auto reference = seeded<SameModuleTwice>();
+      auto [net, reference] = twins<SameModuleTwice>();
       if (alone) {
         fully_shard(net->first);
       }
@@ -446,8 +430,7 @@ TEST(Training, OneModuleAtTwoPlaces) {
 
 TEST(Training, UnshardInBackwardCanBeSwitchedOff) {
   run_ranks(2, [](int) {
-    auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0, .weight_tying = false});
-    auto reference = seeded<Transformer>(ModelArgs{.dropout_p = 0, .weight_tying = false});
+    auto [net, reference] = twins<Transformer>(ModelArgs{.dropout_p = 0, .weight_tying = false});
     auto embeddings = fully_shard({net->tok_embeddings, net->pos_embeddings});
     embeddings.set_unshard_in_backward(false);
     fully_shard({net->norm, net->output});

@@ -72,8 +72,7 @@ TEST(ClipGradNorm, ATransformersEqualsTorchs) {
     run_ranks(n, [n](int) {
       for (const double order : {2.0, 1.0, kInfinity}) {
         SCOPED_TRACE_OF(order);
-        auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0});
-        auto reference = seeded<Transformer>(ModelArgs{.dropout_p = 0});
+        auto [net, reference] = twins<Transformer>(ModelArgs{.dropout_p = 0});
         shard_transformer(net);
         const auto params = unique_parameters(*net);
         const auto expected_params = unique_parameters(*reference);
@@ -130,8 +129,7 @@ FSDP_MODULE(Odd);
 TEST(ClipGradNorm, EveryOrderOfUnevenEmptyFrozenAndIgnoredOnes) {
   for (const int n : {1, 2, 3, 4}) {
     run_ranks(n, [n](int rank) {
-      auto net = seeded<Odd>();
-      auto reference = seeded<Odd>();
+      auto [net, reference] = twins<Odd>();
       fully_shard(
           net, {.shard_placement_fn =
                     [](const std::string& name, const torch::Tensor&) {
@@ -163,8 +161,7 @@ TEST(ClipGradNorm, EveryOrderOfUnevenEmptyFrozenAndIgnoredOnes) {
 
 TEST(ClipGradNorm, OneReductionForEachMesh) {
   run_ranks(4, [](int) {
-    auto net = seeded<MLP>(6);
-    auto reference = seeded<MLP>(6);
+    auto [net, reference] = twins<MLP>(6);
     const auto pairs = init_device_mesh(test_device(), {2, 2}, {"a", "b"})["b"];
     fully_shard(
         net, {.shard_placement_fn = [&](const std::string& name,
@@ -186,8 +183,7 @@ TEST(ClipGradNorm, OneReductionForEachMesh) {
 
 TEST(ClipGradNorm, ATiedWeightCountsOnce) {
   run_ranks(2, [](int) {
-    auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0});
-    auto reference = seeded<Transformer>(ModelArgs{.dropout_p = 0});
+    auto [net, reference] = twins<Transformer>(ModelArgs{.dropout_p = 0});
     shard_transformer(net);
     transformer_loss(net, 0).backward();
     transformer_loss(reference, 0).backward();

@@ -216,8 +216,7 @@ TEST(GradScaler, BacksOffUntilHalfPrecisionIsFinite) {
 
 TEST(GradScaler, ClipsWhatIsUnscaled) {
   run_ranks(2, [](int) {
-    auto net = seeded<Stack>(8, 2);
-    auto reference = seeded<Stack>(8, 2);
+    auto [net, reference] = twins<Stack>(8, 2);
     for (auto& mlp : net->mlps) {
       fully_shard(mlp);
     }

@@ -136,8 +136,7 @@ TEST_P(TensorParallel, EmbeddingsByColumnsAndRows) {
       for (const bool by_rows : {true, false}) {
         SCOPED_TRACE(c10::str(rows, by_rows ? " by rows" : " by columns"));
         const auto options = torch::nn::EmbeddingOptions(rows, 5).padding_idx(2);
-        auto net = seeded<Embedding>(options);
-        auto reference = seeded<Embedding>(options);
+        auto [net, reference] = twins<Embedding>(options);
         const ParallelPlan plan =
             by_rows ? ParallelPlan(RowwiseParallel{.input_layouts = Replicate{}})
                     : ParallelPlan(ColwiseParallel{.output_layouts = Replicate{}});

@@ -94,8 +94,7 @@ TEST(OptimizerStateDict, BeforeTheFirstStepShowsHowItWillStart) {
   run_ranks(2, [](int) {
     for (const auto& [name, make] : all_optimizers()) {
       SCOPED_TRACE(name);
-      auto net = seeded<Stack>(5);
-      auto untouched = seeded<Stack>(5);
+      auto [net, untouched] = twins<Stack>(5);
       shard_stack(net);
       shard_stack(untouched);
       auto optimizer = make(net->parameters());
@@ -350,8 +349,7 @@ TEST(OptimizerStateDict, ValuesOfTheUserRideAlong) {
 
 TEST(OptimizerStateDict, NamesWhatDoesNotFitAndChangesNothing) {
   run_ranks(2, [](int) {
-    auto net = seeded<MLP>(4);
-    auto elsewhere = seeded<MLP>(4);
+    auto [net, elsewhere] = twins<MLP>(4);
     torch::optim::Adagrad early(net->parameters()); // whose state is that of whole parameters
     fully_shard(net);
     torch::optim::LBFGS unknown(net->parameters());

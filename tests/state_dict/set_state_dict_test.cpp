@@ -10,8 +10,7 @@ using namespace test;
 
 TEST(ModelStateDict, TakesWholeTensorsOfOtherDtypes) {
   run_ranks(3, [](int) {
-    auto net = seeded<MLP>(5);
-    auto other = seeded<MLP>(5);
+    auto [net, other] = twins<MLP>(5);
     fully_shard(net);
     StateDict doubled;
     for (const auto& [key, value] : plain_state(*other)) {
@@ -36,8 +35,7 @@ TEST(ModelStateDict, ReachesWhatIsGatheredOrBeingGathered) {
   run_ranks(2, [](int) {
     for (const bool async_op : {false, true}) {
       SCOPED_TRACE_OF(async_op);
-      auto net = seeded<MLP>(4);
-      auto ones = seeded<MLP>(4);
+      auto [net, ones] = twins<MLP>(4);
       torch::NoGradGuard no_grad;
       for (auto& param : ones->parameters()) {
         param.fill_(1);

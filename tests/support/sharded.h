@@ -8,6 +8,7 @@
 #include <fsdp/param.h>
 
 #include <mutex>
+#include <utility>
 
 #include "param/fsdp_param.h"
 #include "param/tensor_piece.h"
@@ -29,6 +30,12 @@ Holder seeded(const Args&... args) {
   Holder module(args...);
   to_test_device(*module);
   return module;
+}
+
+/// Two models with the same values: one to shard, one to compare with.
+template <class Holder, class... Args>
+std::pair<Holder, Holder> twins(const Args&... args) {
+  return {seeded<Holder>(args...), seeded<Holder>(args...)};
 }
 
 inline at::Generator generator(uint64_t seed) {
