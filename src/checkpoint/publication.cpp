@@ -84,7 +84,7 @@ int exchange(const Publication& publication, Path& replaced) {
     replaced = data;
     return error;
   }
-  replaced = publication.folder() / "old";
+  replaced = publication.work() / "old";
   if (const int moved = try_rename(target, replaced); moved != 0) {
     return moved;
   }
@@ -102,12 +102,12 @@ void put_in_place(const Publication& publication) {
     Path replaced;
     error = exchange(publication, replaced);
     try {
-      check_replaceable(publication, replaced);
+      check_replaceable(publication, error == 0 ? replaced : target);
     } catch (const CheckpointError&) { // somebody wrote into TARGET in this very moment: undo
-      if (replaced != data) {
-        rename_path(target, data); // `put_old_back` does the rest
-      } else if (try_rename(data, target, RENAME_EXCHANGE) != 0) {
-        rename_path(data, target.string() + ".kept-" + publication.id); // at least not removed
+      const int undone = replaced == data ? try_rename(data, target, RENAME_EXCHANGE)
+                                          : try_rename(target, data); // old/ goes back, see below
+      if (undone != 0) {
+        rename_path(replaced, target.string() + ".kept-" + publication.id); // at least not removed
       }
       throw;
     }
@@ -120,18 +120,27 @@ void put_in_place(const Publication& publication) {
 
 // ------------------------------------------------------------ TARGET.fsdp-saving
 
-/// Puts old/ back if TARGET is missing: it may be the only checkpoint.
-void put_old_back(const Path& folder, const Path& target) {
+/// Puts the old/ of a save back if TARGET is missing or empty: it may be the only checkpoint.
+void put_old_back(const Path& work, const Path& target) {
   // data/ is missing if the new checkpoint has been in place.
-  if (path_exists(folder / "old") && path_exists(folder / "data") && !path_exists(target)) {
-    rename_path(folder / "old", target);
+  if (path_exists(work / "old") && path_exists(work / "data")) {
+    const int error = try_rename(work / "old", target);
+    if (error != 0 && error != ENOTEMPTY && error != EEXIST) {
+      throw_system_error(("put back as " + target.string()).c_str(), work / "old", error);
+    }
     sync_folder(target.parent_path());
   }
 }
 
-void remove_folder(const Path& folder, const Path& target) {
-  put_old_back(folder, target);
-  remove_at_once(folder, target.string() + kRemovingSuffix);
+/// The folders of saves in TARGET.fsdp-saving, except for one.
+std::vector<Path> saves_in(const Path& folder, const std::string& except = "") {
+  std::vector<Path> saves;
+  for (const auto& name : list_folder(folder)) {
+    if (name != "lock" && name != except) {
+      saves.push_back(folder / name);
+    }
+  }
+  return saves;
 }
 
 std::string this_process() {
@@ -145,21 +154,23 @@ std::string this_process() {
 }
 
 /// Locks the folder for this save. Makes it if it is not there.
-std::shared_ptr<File> lock_folder(const Publication& publication) {
+void lock_folder(Publication& publication) {
   const auto folder = publication.folder();
   constexpr int kTries = 10; // a save that ends removes the folder in between
   for (int i = 0;; ++i) {
     try {
       make_folder(folder);
       auto lock = std::make_shared<File>(File::create(folder / "lock"));
+      publication.is_exclusive = lock->try_lock();
       // Another error than EWOULDBLOCK: this file system has no locks.
-      if (!lock->try_lock() && errno == EWOULDBLOCK) {
+      if (!publication.is_exclusive && errno == EWOULDBLOCK) {
         std::string who = "another process";
         quietly([&] { who = read_text(folder / "lock"); });
         who = who.empty() ? "a process that has just begun" : who;
         FSDP_THROW(
             CheckpointError, publication.target.string(), " is being saved already, by ", who,
-            "; wait until that is done, or save to another folder");
+            "; wait until that is done or save to another folder (if that process is dead, remove ",
+            folder.string(), ")");
       }
       if (File::open(folder / "lock").version() == lock->version()) {
         const auto text = this_process();
@@ -167,7 +178,8 @@ std::shared_ptr<File> lock_folder(const Publication& publication) {
           lock->resize(0);
           lock->write(0, text.data(), static_cast<int64_t>(text.size()));
         });
-        return lock;
+        publication.lock = std::move(lock);
+        return;
       }
     } catch (const CheckpointError&) {
       if (path_exists(folder / "lock") || i == kTries) {
@@ -188,7 +200,7 @@ void wait_for_folder(const Publication& publication, SaveReports& reports) {
     FSDP_CHECK_AS(
         CheckpointError, std::chrono::steady_clock::now() < deadline, publication.data().string(),
         ", which rank 0 made, is not to be seen: is this folder shared between the ranks?");
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
 }
 
@@ -199,7 +211,7 @@ SaveReports reports_of(const Publication& publication) {
 std::vector<std::string> texts_of_ranks(const Publication& publication) {
   std::vector<std::string> texts;
   for (int rank = 0; rank < publication.ranks.size; ++rank) {
-    texts.push_back(read_text(publication.folder() / (rank_name(rank) + ".json")));
+    texts.push_back(read_text(publication.work() / (rank_name(rank) + ".json")));
   }
   return texts;
 }
@@ -241,34 +253,77 @@ void remove_leftovers(const Path& parent, const std::string& name_begin, int64_t
       continue;
     }
     quietly([&] { // another saver may be faster
-      const auto lock =
-          path_exists(folder / "lock") ? std::optional(File::open(folder / "lock")) : std::nullopt;
-      if (!lock || lock->try_lock()) {
-        remove_folder(folder, parent / name.substr(0, name.rfind('.')));
+      std::optional<File> lock;
+      if (path_exists(folder / "lock")) {
+        lock = File::create(folder / "lock");
       }
+      if (lock && !lock->try_lock()) {
+        return;
+      }
+      const auto target = parent / name.substr(0, name.rfind('.'));
+      for (const auto& work : saving ? saves_in(folder) : std::vector<Path>()) {
+        put_old_back(work, target);
+      }
+      remove_tree(folder);
     });
   }
 }
+
+namespace {
+
+/// Removes what dead saves have left of TARGET, and of the other checkpoints of its series. Without
+/// locks nobody knows who is dead: then only what has been quiet for a while.
+void remove_all_dead(const Publication& publication) {
+  const auto now = changed_at(publication.folder());
+  for (const auto& work : saves_in(publication.folder(), publication.id)) {
+    if (publication.is_exclusive || now - changed_at(work) >= kQuietSeconds) {
+      put_old_back(work, publication.target);
+      remove_tree(work);
+    }
+  }
+  if (!publication.leftovers.empty()) {
+    remove_leftovers(publication.target.parent_path(), publication.leftovers, now);
+  }
+}
+
+} // namespace
 
 void prepare(Publication& publication) {
   publication.id = new_id();
   check_replaceable(publication, publication.target);
   make_folders(publication.target.parent_path());
-  publication.lock = lock_folder(publication);
-  const auto folder = publication.folder();
-  try {
-    put_old_back(folder, publication.target);
-    remove_tree(publication.data()); // of a save that died
-    remove_tree(folder / "old");
-    make_folder(publication.data());
-  } catch (const CheckpointError&) {
-    discard(publication);
-    throw;
+  for (bool again = true;; again = false) {
+    try {
+      lock_folder(publication);
+      for (const auto& work : saves_in(publication.folder())) {
+        put_old_back(work, publication.target);
+      }
+      make_folder(publication.work());
+      make_folder(publication.data());
+      return;
+    } catch (const CheckpointError&) {
+      if (!again) {
+        discard(publication);
+        publication.lock.reset();
+        throw;
+      }
+      quietly([&] { remove_all_dead(publication); }); // they may fill the disk
+    }
   }
 }
 
 void discard(const Publication& publication) {
-  quietly([&] { remove_folder(publication.folder(), publication.target); });
+  if (!publication.lock) {
+    return; // another saver's
+  }
+  quietly([&] {
+    put_old_back(publication.work(), publication.target);
+    if (publication.is_exclusive) {
+      remove_at_once(publication.folder(), publication.target.string() + kRemovingSuffix);
+    } else {
+      remove_tree(publication.work());
+    }
+  });
 }
 
 std::string give_up(const Publication& publication, const std::string& reason) {
@@ -282,17 +337,13 @@ std::string give_up(const Publication& publication, const std::string& reason) {
 void publish(const Publication& publication, const PublicationSteps& steps) {
   auto reports = reports_of(publication);
   const int rank = publication.ranks.rank;
-  const auto folder = publication.folder();
   try {
     if (rank != 0) {
       wait_for_folder(publication, reports);
-    } else if (!publication.leftovers.empty()) { // not in `prepare`: training waits for that
-      quietly([&] {
-        remove_leftovers(
-            publication.target.parent_path(), publication.leftovers, changed_at(folder));
-      });
+    } else { // not in `prepare`: training waits for that
+      quietly([&] { remove_all_dead(publication); });
     }
-    write_text(folder / (rank_name(rank) + ".json"), steps.write());
+    write_text(publication.work() / (rank_name(rank) + ".json"), steps.write());
     reports.complete();
     if (rank == 0) {
       reports.wait_for_ranks();

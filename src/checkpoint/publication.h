@@ -13,10 +13,12 @@ namespace fsdp::detail {
 // Note [How a checkpoint appears]
 //
 // While TARGET is being saved, TARGET.fsdp-saving lies next to it, with
-//   lock             held by rank 0 as long as it lives; says which process that is
-//   data/            what becomes TARGET
-//   rank_00003.json  what rank 3 has written
-//   old/             what was TARGET, for a moment, if the file system cannot exchange two folders
+//   lock                held by rank 0 as long as it lives; says which process that is
+//   ID/                 of this save alone: ranks of a dead save write to a folder of their own
+//   ID/data/            what becomes TARGET
+//   ID/rank_00003.json  what rank 3 has written
+//   ID/old/             what was TARGET, for a moment, if the file system cannot exchange two
+//                       folders
 // Every rank writes and syncs its files in data/ and reports that to rank 0, through the store of
 // their world. Rank 0 completes data/ and puts it in place by one system call: it renames data/ if
 // there is no TARGET, else it exchanges the two, and removes the old one afterwards. So at any
@@ -37,10 +39,14 @@ struct Publication {
   std::string leftovers = {};
   std::string id = {};                  // of this save alone
   std::shared_ptr<File> lock = nullptr; // rank 0
+  bool is_exclusive = false;            // rank 0: the file system has locks
 
-  Path folder() const;
+  Path folder() const; // TARGET.fsdp-saving
+  Path work() const {
+    return folder() / id;
+  }
   Path data() const {
-    return folder() / "data";
+    return work() / "data";
   }
 };
 

@@ -170,6 +170,9 @@ SaveJob begin_save(
   PlanRequest request;
   HelloMessage mine;
   try {
+    FSDP_CHECK_AS(
+        CheckpointError, world.size == 1 || publication.ranks.store, "[save] the backend of ",
+        world.size, " ranks has no store through which they could report to rank 0");
     finish_previous_save();
     publication.target = clean_path(path);
     request = make_request(state);

@@ -60,7 +60,9 @@ FSDPParamGroup::FSDPParamGroup(
               ? std::nullopt
               : policy.precision.reduce_dtype)),
       ranks_after_forward_(size()),
-      from_first_replica_(policy.from_first_replica && replicas_) {}
+      from_first_replica_(policy.from_first_replica && replicas_) {
+  reducer_->set_name(name);
+}
 
 void FSDPParamGroup::enter(ParamsState next) {
   check_transition(state_, next, name_);
@@ -175,7 +177,7 @@ void FSDPParamGroup::start_gather(UnshardFor purpose) {
   } else {
     lazy_init();
     if (state_ != ParamsState::Sharded) { // what is left of an earlier gather
-      to_sharded(/*overlap_next_gather=*/purpose == UnshardFor::Forward);
+      to_sharded(/*overlap_next_gather=*/!in_backward);
     }
     gather_ = flat_.start_gather(all_gather_, streams);
   }
@@ -257,6 +259,7 @@ void FSDPParamGroup::divide() {
 
 /// Frees the whole parameters, and adopts shards that were replaced. No gather is under way.
 void FSDPParamGroup::to_sharded(bool overlap_next_gather) {
+  TORCH_INTERNAL_ASSERT(!gather_);
   flat_.show(Face::Sharded);
   flat_.drop_divided();
   free_whole(overlap_next_gather);
@@ -317,6 +320,7 @@ void FSDPParamGroup::post_forward() {
     record_event(EventLog::Kind::Reshard, name_, TrainingState::Forward);
   }
   if (ranks_after_forward_ > 0 || !whole_before_forward_) {
+    discard_gather();
     to_sharded(/*overlap_next_gather=*/true);
   }
 }

@@ -33,7 +33,8 @@ std::function<bool(int rank)> watch_ranks() {
 
 c10::intrusive_ptr<c10d::Store> world_store() {
   const auto context = current_context();
-  return context ? context->factory->store() : nullptr;
+  const auto store = context ? context->factory->store() : nullptr;
+  return store ? store->clone() : nullptr;
 }
 
 std::vector<std::string> gather_texts(const std::string& mine) {

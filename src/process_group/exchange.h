@@ -25,8 +25,9 @@ c10::Device world_device();
 /// the world.
 std::function<bool(int rank)> watch_ranks();
 
-/// The store of the world, through which ranks exchange small values from any thread. Null without
-/// a process group, and if the backend has none.
+/// Makes a connection of its own to the store of the world, through which ranks exchange small
+/// values from any thread. (A thread that waits at a connection blocks the others that share it.)
+/// Null without a process group, and if the backend has no store.
 c10::intrusive_ptr<c10d::Store> world_store();
 
 /// Returns every rank's `mine`, by rank. Collective.

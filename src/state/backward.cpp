@@ -83,7 +83,10 @@ void FSDPState::prefetch_for_backward(const ForwardRecord& record) {
 }
 
 void FSDPState::post_backward() {
-  training_state_ = TrainingState::PostBackward;
+  grad_arrived(); // no hook announces the backward of an intermediate result
+  if (training_state_ != TrainingState::Forward) { // else a backward inside of the forward
+    training_state_ = TrainingState::PostBackward;
+  }
   for (auto group = groups_.rbegin(); group != groups_.rend(); ++group) {
     (*group)->post_backward();
   }

@@ -120,9 +120,9 @@ TEST(CheckpointCorners, TheLastGoodOneStaysUntilTheNextIsComplete) {
   const auto path = temporary_folder() + "/checkpoint";
   const auto dead = path + ".fsdp-saving";
   save(numbered(7), path);
-  detail::make_folders(dead + "/data");
+  detail::make_folders(dead + "/1/data");
   set_file_text(dead + "/lock", "");
-  detail::rename_path(path, dead + "/old");
+  detail::rename_path(path, dead + "/1/old");
   make_old(dead);
   {
     const ChangeHook hook([&](const char* operation, const detail::Path& where) {
@@ -133,7 +133,7 @@ TEST(CheckpointCorners, TheLastGoodOneStaysUntilTheNextIsComplete) {
     });
     message_of<CheckpointError>([&] { save(numbered(8), path); });
   }
-  EXPECT_TRUE(detail::path_exists(path) || detail::path_exists(dead + "/old"))
+  EXPECT_TRUE(detail::path_exists(path) || detail::path_exists(dead + "/1/old"))
       << "the only complete checkpoint is gone, and no other is there";
 }
 

@@ -226,6 +226,13 @@ TEST(KilledSave, TheFirstOneIsThereCompleteOrNotAtAll) {
   EXPECT_GT(change, 15);
 }
 
+/// The folder of the save that died last, in TARGET.fsdp-saving.
+detail::Path work_in(const detail::Path& saving) {
+  auto names = detail::list_folder(saving);
+  std::erase(names, "lock");
+  return saving / names.back();
+}
+
 /// With a file system that exchanges two folders, and with one that cannot.
 class KilledReplacement : public testing::TestWithParam<bool> {
  protected:
@@ -249,7 +256,7 @@ TEST_P(KilledReplacement, LeavesOneThatLoads) {
     if (!detail::path_exists(path)) { // between the calls that take the place of an exchange
       ++num_gaps;
       const auto left = folder / leftovers(folder).back();
-      EXPECT_EQ(loaded_generation(left / "old"), last);
+      EXPECT_EQ(loaded_generation(work_in(left) / "old"), last);
       // A later saver puts it back, and others if that one is killed as well.
       const auto now = detail::changed_at(left) + 100;
       const auto tidy = [&] { detail::remove_leftovers(folder, "checkpoint.fsdp-", now); };
@@ -427,6 +434,27 @@ TEST(Leftovers, OfDeadSavesGoWhenTheyAreOld) {
   detail::remove_leftovers(folder, "checkpoint", now + 100);
   EXPECT_FALSE(detail::path_exists(dead));
   EXPECT_TRUE(detail::path_exists(alive[0].publication.folder())) << "its lock is held";
+}
+
+/// A rank of a dead save that is late must not touch the next save.
+TEST(DeadSave, ItsLateRankWritesToAFolderOfItsOwn) {
+  const auto path = temporary_folder() + "/checkpoint";
+  auto dead = jobs_of(1, path);
+  auto late = dead[1];
+  late.publication.lock.reset();
+  dead.clear(); // and so is rank 0
+  {
+    const auto jobs = jobs_of(2, path);
+    std::thread other([&] { detail::run_save(jobs[1]); });
+    message_of<CheckpointError>([&] {
+      late.publication.ranks.timeout = std::chrono::milliseconds(100);
+      detail::run_save(late);
+    });
+    detail::run_save(jobs[0]);
+    other.join();
+  }
+  EXPECT_EQ(loaded_generation(path), 2);
+  EXPECT_TRUE(verify_checkpoint(path).problems.empty());
 }
 
 TEST(SecondSaver, IsRefusedAndToldWhoSaves) {

@@ -122,5 +122,43 @@ TEST(Training, TheSameLayerWithAndWithoutGradientsInOneForward) {
   });
 }
 
+struct TappedImpl : torch::nn::Module {
+  TappedImpl()
+      : first(register_module("first", Linear(4, 4))),
+        second(register_module("second", Linear(4, 4))) {}
+  torch::Tensor forward(const torch::Tensor& x) {
+    tap = first(x);
+    return second(tap);
+  }
+  Linear first, second;
+  torch::Tensor tap;
+};
+FSDP_MODULE(Tapped);
+
+/// No hook announces this backward: it does not come through an output of the module.
+TEST(Training, BackwardOfAnIntermediateResultOfAFrozenModule) {
+  run_ranks(2, [](int) {
+    auto [net, reference] = twins<Tapped>();
+    for (const auto& param : net->parameters()) {
+      param.set_requires_grad(false);
+    }
+    fully_shard(net);
+    for (int step = 0; step < 3; ++step) {
+      const auto x = random_batch(step, {2, 4}).requires_grad_();
+      const auto same_x = x.detach().clone().requires_grad_();
+      EXPECT_SAME(net(x).detach(), reference(same_x).detach());
+      net->tap.sum().backward();
+      reference->tap.sum().backward();
+      EXPECT_SAME(x.grad(), same_x.grad());
+      torch::NoGradGuard no_grad;
+      for (const auto* module : {&*net, &*reference}) { // an optimizer of the shards
+        for (const auto& param : module->parameters()) {
+          param.mul_(0.5);
+        }
+      }
+    }
+  });
+}
+
 } // namespace
 } // namespace fsdp
