@@ -34,7 +34,7 @@ std::string to_string(const std::vector<Placement>& placements) {
   for (const auto& placement : placements) {
     names.push_back(to_string(placement));
   }
-  return "(" + detail::join(names) + ")";
+  return c10::str("(", detail::join(names), ")");
 }
 
 } // namespace fsdp
