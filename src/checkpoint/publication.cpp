@@ -161,9 +161,9 @@ void lock_folder(Publication& publication) {
     try {
       make_folder(folder);
       auto lock = std::make_shared<File>(File::create(folder / "lock"));
-      publication.is_exclusive = lock->try_lock();
+      const bool locked = lock->try_lock();
       // Another error than EWOULDBLOCK: this file system has no locks.
-      if (!publication.is_exclusive && errno == EWOULDBLOCK) {
+      if (!locked && errno == EWOULDBLOCK) {
         std::string who = "another process";
         quietly([&] { who = read_text(folder / "lock"); });
         who = who.empty() ? "a process that has just begun" : who;
@@ -179,6 +179,7 @@ void lock_folder(Publication& publication) {
           lock->write(0, text.data(), static_cast<int64_t>(text.size()));
         });
         publication.lock = std::move(lock);
+        publication.is_exclusive = locked;
         return;
       }
     } catch (const CheckpointError&) {
@@ -271,12 +272,14 @@ void remove_leftovers(const Path& parent, const std::string& name_begin, int64_t
 
 namespace {
 
-/// Removes what dead saves have left of TARGET, and of the other checkpoints of its series. Without
-/// locks nobody knows who is dead: then only what has been quiet for a while.
+/// Removes what dead saves have left of TARGET, unless another saver holds its lock, and of the
+/// other checkpoints of its series. Without locks nobody knows who is dead: then only what has been
+/// quiet for a while.
 void remove_all_dead(const Publication& publication) {
   const auto now = changed_at(publication.folder());
   for (const auto& work : saves_in(publication.folder(), publication.id)) {
-    if (publication.is_exclusive || now - changed_at(work) >= kQuietSeconds) {
+    const bool is_dead = publication.is_exclusive || now - changed_at(work) >= kQuietSeconds;
+    if (publication.lock && is_dead) {
       put_old_back(work, publication.target);
       remove_tree(work);
     }

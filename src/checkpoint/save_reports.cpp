@@ -38,13 +38,18 @@ bool SaveReports::has(const std::vector<std::string>& keys) {
   }
 }
 
-/// Returns the reason of the first rank that failed, or "". Rank 0 waits until all have read it.
+/// Tells rank 0 that this rank knows the outcome.
+void SaveReports::confirm() {
+  ranks_.store->set(key_of(ranks_.rank) + "/knows", "yes");
+}
+
+/// Returns the reason of the first rank that failed, or "" if none has reported a failure.
 std::string SaveReports::read_failure() {
   if (!ranks_.store || !has({prefix_ + "failed"})) {
     return "";
   }
   const auto reason = ranks_.store->get_to_str(prefix_ + "failed");
-  ranks_.store->set(key_of(ranks_.rank) + "/knows", "yes");
+  confirm();
   return reason;
 }
 
@@ -170,7 +175,7 @@ void SaveReports::wait_for_rank_0() {
   // Longer than rank 0 waits, which can say who is missing.
   const auto timeout = 2 * bounded(ranks_.timeout) + std::chrono::seconds(1);
   wait(timeout, [&] { return has({prefix_ + "saved"}); }, [] { return std::vector{0}; });
-  ranks_.store->set(key_of(ranks_.rank) + "/knows", "yes");
+  confirm();
 }
 
 } // namespace fsdp::detail

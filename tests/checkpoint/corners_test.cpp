@@ -39,18 +39,6 @@ int64_t number_in(const std::string& path) {
   return std::get<int64_t>(state.at("number"));
 }
 
-/// Nobody has touched it for two hours.
-void make_old(const detail::Path& path) {
-  if (detail::is_folder(path)) {
-    for (const auto& name : detail::list_folder(path)) {
-      make_old(path / name);
-    }
-  }
-  const auto then = time(nullptr) - 7200;
-  const timespec times[2] = {{then, 0}, {then, 0}};
-  ASSERT_EQ(utimensat(AT_FDCWD, path.c_str(), times, AT_SYMLINK_NOFOLLOW), 0);
-}
-
 /// Another saver's work, once, right before the first such operation of ours.
 class Between {
  public:
