@@ -3,6 +3,7 @@
 // memory is written over at once, so that a buffer let go too early shows.
 #include <fsdp/optim.h>
 
+#include <map>
 #include <set>
 
 #include "runtime/stream.h"
@@ -296,47 +297,26 @@ TEST(StreamsOnGpu, ASmallModelTrains) {
   });
 }
 
-/// Remembers the streams that the collectives of all roots are queued on.
-struct SeenStreams {
-  std::set<c10::StreamId> gathers;
-  std::set<c10::StreamId> reductions;
-};
-struct SeenAllGather : AllGather {
-  explicit SeenAllGather(SeenStreams& seen) : seen(seen) {}
-  Work operator()(torch::Tensor& out, const torch::Tensor& in, ProcessGroup& group, bool) override {
-    seen.gathers.insert(detail::current_stream(out.device()).id());
-    return group.all_gather_async(out, in);
+/// Remembers the streams that this thread's collectives are queued on, by kind.
+struct SeenStreams : detail::CollectiveObserver {
+  void on_collective(const detail::ObservedCollective& started) override {
+    streams[started.call.kind].insert(detail::current_stream(gpu()).id());
   }
-  SeenStreams& seen;
-};
-struct SeenReduceScatter : ReduceScatter {
-  explicit SeenReduceScatter(SeenStreams& seen) : seen(seen) {}
-  Work operator()(
-      torch::Tensor& out,
-      const torch::Tensor& in,
-      ProcessGroup& group,
-      ReduceOp op,
-      bool) override {
-    seen.reductions.insert(detail::current_stream(out.device()).id());
-    return group.reduce_scatter_async(out, in, op);
-  }
-  SeenStreams& seen;
+  std::map<detail::CollectiveKind, std::set<c10::StreamId>> streams;
 };
 
 TEST(SharedContext, UsesOneStreamOfEachKind) {
   run_ranks(2, [](int) {
     const OwnStream own;
-    SeenStreams seen;
     std::vector<MLP> roots;
     std::vector<FSDPModule> handles;
     for (int i = 0; i < 3; ++i) {
       roots.push_back(seeded<MLP>(16));
       roots.back()->to(torch::kCUDA);
       handles.push_back(fully_shard(roots.back()));
-      handles.back().set_custom_all_gather(std::make_shared<SeenAllGather>(seen));
-      handles.back().set_custom_reduce_scatter(std::make_shared<SeenReduceScatter>(seen));
     }
     share_comm_ctx(handles);
+    SeenStreams seen;
     for (int step = 0; step < 2; ++step) {
       auto x = random_batch(step, {4, 16}).cuda();
       for (auto& root : roots) {
@@ -344,9 +324,11 @@ TEST(SharedContext, UsesOneStreamOfEachKind) {
       }
       x.sum().backward();
     }
-    EXPECT_EQ(seen.gathers.size(), 1u);
-    EXPECT_EQ(seen.reductions.size(), 1u);
-    EXPECT_NE(*seen.gathers.begin(), *seen.reductions.begin());
+    const auto& gathers = seen.streams[detail::CollectiveKind::AllGather];
+    const auto& reductions = seen.streams[detail::CollectiveKind::ReduceScatter];
+    EXPECT_EQ(gathers.size(), 1u);
+    EXPECT_EQ(reductions.size(), 1u);
+    EXPECT_NE(gathers, reductions);
   });
 }
 
