@@ -257,3 +257,8 @@ std::future<void> async_save(
 }
 
 } // namespace fsdp::detail
+
+std::future<void> fsdp::async_save(
+    const StateDict& state, const std::filesystem::path& path, const SaveOptions& options) {
+  return detail::async_save(state, path, options, {});
+}

@@ -184,12 +184,7 @@ void check_files(const Catalog& catalog) {
         const auto size = File::open(catalog.folder / piece.file).size();
         found = file_bytes.emplace(piece.file, size).first;
       }
-      const auto bytes = *tensor_bytes(piece.box.sizes, tensor.dtype);
-      FSDP_CHECK_AS(
-          CheckpointError, piece.offset <= found->second && bytes <= found->second - piece.offset,
-          (catalog.folder / piece.file).string(), ", tensor '", tensor.name, "': the file has ",
-          found->second, " bytes, the tensor needs ", bytes, " from byte ", piece.offset,
-          " on: the file is truncated");
+      check_fits(catalog.folder / piece.file, found->second, tensor, piece);
     }
   }
 }
@@ -220,6 +215,16 @@ void Catalog::index() {
         !tensor_index_.count(values[i].first) && value_index_.emplace(values[i].first, i).second,
         folder.string(), ": the name '", values[i].first, "' is there twice");
   }
+}
+
+void check_fits(
+    const Path& file, int64_t file_bytes, const StoredTensor& tensor, const StoredPiece& piece) {
+  const auto bytes = *tensor_bytes(piece.box.sizes, tensor.dtype);
+  FSDP_CHECK_AS(
+      CheckpointError, piece.offset <= file_bytes && bytes <= file_bytes - piece.offset,
+      file.string(), ", tensor '", tensor.name, "': the file has ", file_bytes,
+      " bytes, the tensor needs ", bytes, " from byte ", piece.offset,
+      " on: the file is truncated");
 }
 
 void check_coverage(const Catalog& catalog, const StoredTensor& tensor) {

@@ -62,6 +62,14 @@ struct Catalog {
 /// or stored twice, or if a file is too short. Reads no tensor data.
 Catalog open_catalog(const Path& path);
 
+/// Returns the checkpoint that a user means by `path`: a checkpoint, or the folder of a series,
+/// which stands for its latest checkpoint. Throws CheckpointError if there is none.
+Path find_checkpoint(const Path& path);
+
+/// Throws CheckpointError if a file of `file_bytes` ends before the piece does.
+void check_fits(
+    const Path& file, int64_t file_bytes, const StoredTensor& tensor, const StoredPiece& piece);
+
 /// Throw CheckpointError unless the pieces of a tensor hold each of its elements exactly once.
 void check_coverage(const Catalog& catalog);
 void check_coverage(const Catalog& catalog, const StoredTensor& tensor);

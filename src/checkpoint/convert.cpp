@@ -1,12 +1,10 @@
 #include <ATen/ATen.h>
 
 #include <regex>
-#include <set>
 
 #include <fsdp/checkpoint_tools.h>
 
 #include "base/check.h"
-#include "checkpoint/find_checkpoint.h"
 #include "checkpoint/hf_layout.h"
 #include "checkpoint/name_rules.h"
 #include "checkpoint/reader.h"
@@ -53,7 +51,8 @@ Catalog select(Catalog catalog, const std::optional<std::string>& only) {
   return catalog;
 }
 
-std::vector<OutputFile> full_files(const HfLayout& layout, const Catalog& input) {
+std::vector<OutputFile> full_files(
+    const HfLayout& layout, const Catalog& input, const Catalog& output) {
   std::vector<OutputFile> files;
   for (const auto& file : layout.files) {
     files.push_back({file.name, file.start, {}});
@@ -61,8 +60,9 @@ std::vector<OutputFile> full_files(const HfLayout& layout, const Catalog& input)
       files.back().items.push_back({nullptr, Box::whole(entry.sizes), entry});
     }
   }
-  for (const auto& [name, place] : layout.places) {
-    files[place.file].items[place.entry].source = input.find_tensor(name);
+  for (size_t i = 0; i < output.tensors.size(); ++i) {
+    const auto place = layout.places.at(output.tensors[i].name);
+    files[place.file].items[place.entry].source = &input.tensors[i];
   }
   return files;
 }
@@ -115,37 +115,10 @@ std::vector<OutputFile> sharded_files(
   return files;
 }
 
-/// Returns the input's tensors and values with their new names and dtypes, without pieces.
-Catalog renamed(const Catalog& input, const NameRules& rename, const ConvertOptions& options) {
-  Catalog output;
-  for (const auto& tensor : input.tensors) {
-    const bool converted = options.dtype && at::isFloatingType(tensor.dtype);
-    output.tensors.push_back(
-        {rename(tensor.name), converted ? *options.dtype : tensor.dtype, tensor.sizes, {}});
-  }
-  for (const auto& [name, value] : input.values) {
-    output.values.emplace_back(rename(name), value);
-  }
-  std::set<std::string> seen;
-  const auto check = [&](const std::string& name) {
-    FSDP_CHECK_AS(
-        ConfigError, seen.insert(name).second, "by these rules two names become '", name, "'");
-  };
-  for (const auto& tensor : output.tensors) {
-    check(tensor.name);
-  }
-  for (const auto& [name, value] : output.values) {
-    check(name);
-  }
-  output.index();
-  return output;
-}
-
 /// Writes the output files. Returns the pieces of each tensor, for the manifest.
-std::map<std::string, std::vector<StoredPiece>> write_files(
-    const std::vector<OutputFile>& files, const Catalog& input, const Path& folder) {
+Pieces write_files(const std::vector<OutputFile>& files, const Catalog& input, const Path& folder) {
   Reader reader(input, /*verify=*/true);
-  std::map<std::string, std::vector<StoredPiece>> pieces;
+  Pieces pieces;
   for (const auto& item : files) {
     FileWriter file(folder / item.name, /*direct=*/false);
     file.append(item.start.data(), static_cast<int64_t>(item.start.size()));
@@ -174,16 +147,14 @@ ConvertReport convert_checkpoint(
       options.num_ranks, ", max_file_bytes ", options.max_file_bytes);
   const bool full = options.format == ConvertOptions::Format::full;
   at::NoGradGuard no_grad;
-  const NameRules rename(options.names);
+  const auto rename = renaming_by(options.names);
   const auto input = select(open_catalog(find_checkpoint(input_path)), options.only);
   FSDP_CHECK_AS(
       CheckpointError, !full || !input.tensors.empty(), input_path.string(), " holds no tensors");
-  auto output = renamed(input, rename, options);
-  HfLayout layout;
-  if (full) {
-    layout = make_hf_layout(input, rename, options.max_file_bytes, options.dtype);
-  }
-  const auto files = full ? full_files(layout, input) : sharded_files(input, output, options);
+  auto output = renamed(input, rename, options.dtype);
+  const auto layout = full ? make_hf_layout(output, options.max_file_bytes) : HfLayout();
+  const auto files =
+      full ? full_files(layout, input, output) : sharded_files(input, output, options);
 
   Publication publication;
   publication.target = clean_path(output_path);

@@ -7,30 +7,38 @@
 
 namespace fsdp::detail {
 
-HfLayout make_hf_layout(
-    const Catalog& catalog,
-    const NameRules& rename,
-    int64_t max_file_bytes,
-    std::optional<at::ScalarType> dtype) {
+Catalog renamed(const Catalog& catalog, const Rename& rename, std::optional<at::ScalarType> dtype) {
+  Catalog result;
+  std::map<std::string, std::string> old_names; // by new name
+  const auto new_name = [&](const std::string& old) {
+    const auto [place, is_new] = old_names.emplace(rename(old), old);
+    FSDP_CHECK_AS(
+        ConfigError, is_new, "by these rules two names become '", place->first, "': '",
+        place->second, "' and '", old, "'");
+    return place->first;
+  };
+  for (const auto& tensor : catalog.tensors) {
+    const bool converted = dtype && at::isFloatingType(tensor.dtype);
+    result.tensors.push_back(
+        {new_name(tensor.name), converted ? *dtype : tensor.dtype, tensor.sizes, {}});
+  }
+  for (const auto& [name, value] : catalog.values) {
+    result.values.emplace_back(new_name(name), value);
+  }
+  return result;
+}
+
+HfLayout make_hf_layout(const Catalog& catalog, int64_t max_file_bytes) {
   HfLayout layout;
-  std::map<std::string, std::string> ours; // name in the files to name in the catalog
   int64_t file_bytes = 0;
   for (const auto& tensor : catalog.tensors) {
-    SafetensorsEntry entry{rename(tensor.name), tensor.dtype, tensor.sizes};
-    if (dtype && at::isFloatingType(tensor.dtype)) {
-      entry.dtype = *dtype;
-    }
-    const auto [other, is_new] = ours.emplace(entry.name, tensor.name);
-    FSDP_CHECK_AS(
-        CheckpointError, is_new, "'", other->second, "' and '", tensor.name, "' would both be '",
-        entry.name, "' in the files");
+    SafetensorsEntry entry{tensor.name, tensor.dtype, tensor.sizes};
     if (layout.files.empty() || (file_bytes > 0 && entry.bytes() > max_file_bytes - file_bytes)) {
       layout.files.emplace_back();
       file_bytes = 0;
     }
     file_bytes += entry.bytes();
     layout.total_bytes += entry.bytes();
-    layout.names[tensor.name] = entry.name;
     layout.files.back().header.entries.push_back(std::move(entry));
   }
   for (size_t i = 0; i < layout.files.size(); ++i) {
@@ -44,7 +52,7 @@ HfLayout make_hf_layout(
     file.header.metadata = {{"format", "pt"}};
     file.start = layout_safetensors(file.header, file.name);
     for (size_t j = 0; j < file.header.entries.size(); ++j) {
-      layout.places[ours.at(file.header.entries[j].name)] = {i, j};
+      layout.places[file.header.entries[j].name] = {i, j};
     }
   }
   return layout;
@@ -56,8 +64,8 @@ void write_hf_index(const HfLayout& layout, const Path& folder) {
   }
   const auto file = folder / "model.safetensors.index.json";
   auto map = nlohmann::json::object();
-  for (const auto& [ours, place] : layout.places) {
-    map[layout.names.at(ours)] = layout.files[place.file].name;
+  for (const auto& [name, place] : layout.places) {
+    map[name] = layout.files[place.file].name;
   }
   const nlohmann::json index{
       {"metadata", {{"total_size", layout.total_bytes}}}, {"weight_map", std::move(map)}};

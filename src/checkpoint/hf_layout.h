@@ -26,17 +26,16 @@ struct HfPlace {
 
 struct HfLayout {
   std::vector<HfFile> files;
-  std::map<std::string, HfPlace> places;    // by name in the catalog
-  std::map<std::string, std::string> names; // name in the catalog to name in the files
+  std::map<std::string, HfPlace> places; // by name
   int64_t total_bytes = 0;
 };
 
-/// `dtype`: to which floating point tensors are converted.
-HfLayout make_hf_layout(
-    const Catalog& catalog,
-    const NameRules& rename,
-    int64_t max_file_bytes,
-    std::optional<at::ScalarType> dtype);
+/// Returns the catalog's tensors and values, in their order, under their names in the files and
+/// without pieces. Floating point tensors become `dtype`. Throws ConfigError if two names become
+/// the same.
+Catalog renamed(const Catalog& catalog, const Rename& rename, std::optional<at::ScalarType> dtype);
+
+HfLayout make_hf_layout(const Catalog& catalog, int64_t max_file_bytes);
 
 /// Writes model.safetensors.index.json, unless there is only one file.
 void write_hf_index(const HfLayout& layout, const Path& folder);

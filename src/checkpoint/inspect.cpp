@@ -5,7 +5,6 @@
 #include "base/check.h"
 #include "base/text.h"
 #include "checkpoint/catalog.h"
-#include "checkpoint/find_checkpoint.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/safetensors.h"
 

@@ -37,7 +37,7 @@ bool is_partial(const StateDict::Value& value) {
 /// wrong before tensor data is read.
 std::vector<Source> find_sources(
     const StateDict& state, const detail::Catalog& catalog, const LoadOptions& options) {
-  const detail::NameRules rename(options.names);
+  const auto rename = detail::renaming_by(options.names);
   const auto folder = catalog.folder.string();
   std::vector<Source> sources;
   std::vector<std::string> missing;

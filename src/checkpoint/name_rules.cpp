@@ -1,38 +1,32 @@
 #include "checkpoint/name_rules.h"
 
 #include <regex>
+#include <utility>
 
 #include "base/check.h"
 
 namespace fsdp::detail {
 
-struct NameRules::Compiled {
-  std::regex from;
-  std::string to;
-};
-
-NameRules::NameRules(const std::vector<NameRule>& rules) {
+Rename renaming_by(const std::vector<NameRule>& rules) {
+  std::vector<std::pair<std::regex, std::string>> compiled;
   for (const auto& rule : rules) {
     try {
-      rules_.push_back({std::regex(rule.from), rule.to});
+      compiled.emplace_back(std::regex(rule.from), rule.to);
     } catch (const std::regex_error& error) {
       FSDP_THROW(
           ConfigError, "the name rule '", rule.from, "' -> '", rule.to,
           "' is no regular expression: ", error.what());
     }
   }
-}
-
-NameRules::~NameRules() = default;
-
-std::string NameRules::operator()(const std::string& name) const {
-  for (const auto& rule : rules_) {
-    std::smatch match;
-    if (std::regex_match(name, match, rule.from)) {
-      return match.format(rule.to);
+  return [compiled = std::move(compiled)](const std::string& name) {
+    for (const auto& [from, to] : compiled) {
+      std::smatch match;
+      if (std::regex_match(name, match, from)) {
+        return match.format(to);
+      }
     }
-  }
-  return name;
+    return name;
+  };
 }
 
 } // namespace fsdp::detail

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -7,20 +8,10 @@
 
 namespace fsdp::detail {
 
-/// Applies rules to names. Throws ConfigError if a rule is not a regular expression.
-class NameRules {
- public:
-  explicit NameRules(const std::vector<NameRule>& rules);
-  ~NameRules();
-  NameRules(const NameRules&) = delete;
-  NameRules& operator=(const NameRules&) = delete;
+using Rename = std::function<std::string(const std::string& name)>;
 
-  /// Renames by the first rule that matches all of `name`. Returns `name` if no rule matches.
-  std::string operator()(const std::string& name) const;
-
- private:
-  struct Compiled;
-  std::vector<Compiled> rules_;
-};
+/// Returns a function that renames by the first rule that matches all of the name, and returns the
+/// name unchanged if no rule does. Throws ConfigError if a rule is not a regular expression.
+Rename renaming_by(const std::vector<NameRule>& rules);
 
 } // namespace fsdp::detail

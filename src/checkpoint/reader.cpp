@@ -18,6 +18,18 @@ constexpr int64_t kMaxGap = 64 << 10;
 
 } // namespace
 
+void check_block(
+    const Path& file,
+    const std::string& tensor,
+    int64_t offset,
+    std::string_view bytes,
+    uint32_t crc) {
+  FSDP_CHECK_AS(
+      CheckpointError, crc32c(bytes.data(), bytes.size()) == crc, file.string(), ", tensor '",
+      tensor, "': bytes ", offset, " to ", offset + static_cast<int64_t>(bytes.size()),
+      " are damaged: they do not match their checksum");
+}
+
 const File& Reader::file(const std::string& name) {
   constexpr size_t kMaxOpen = 256;
   auto found = files_.find(name);
@@ -58,13 +70,11 @@ void Reader::read_block(
   } catch (const CheckpointError&) {
     FSDP_THROW(CheckpointError, "tensor '", stored.name, "': ", current_exception_text());
   }
-  FSDP_CHECK_AS(
-      CheckpointError,
-      !check || crc32c(bytes, static_cast<size_t>(end - begin)) ==
-                    piece.crcs[static_cast<size_t>(number)],
-      (catalog_.folder / piece.file).string(), ", tensor '", stored.name, "': bytes ",
-      piece.offset + begin, " to ", piece.offset + end,
-      " are damaged: they do not match their checksum");
+  if (check) {
+    check_block(
+        catalog_.folder / piece.file, stored.name, piece.offset + begin,
+        {bytes, static_cast<size_t>(end - begin)}, piece.crcs[static_cast<size_t>(number)]);
+  }
   if (memory && !direct) {
     for (const auto& copy : copies) {
       std::memcpy(memory + copy.to, bytes + (copy.from - begin), static_cast<size_t>(copy.bytes));

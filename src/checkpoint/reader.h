@@ -4,12 +4,21 @@
 
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "checkpoint/catalog.h"
 #include "checkpoint/plan.h"
 
 namespace fsdp::detail {
+
+/// Throws CheckpointError unless the bytes, which begin at `offset` of the file, have this CRC32C.
+void check_block(
+    const Path& file,
+    const std::string& tensor,
+    int64_t offset,
+    std::string_view bytes,
+    uint32_t crc);
 
 /// Reads parts of a checkpoint's tensors. Without checksums it reads the bytes that are needed and
 /// small gaps between them; with checksums, the whole blocks that contain these bytes.

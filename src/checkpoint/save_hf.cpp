@@ -6,7 +6,6 @@
 
 #include "base/check.h"
 #include "checkpoint/hf_layout.h"
-#include "checkpoint/manifest.h"
 #include "checkpoint/name_rules.h"
 #include "checkpoint/writer.h"
 
@@ -28,12 +27,17 @@ void write_headers(const detail::HfLayout& layout, const Path& folder) {
   }
 }
 
-/// Writes this rank's parts, each at its place in the whole tensor.
-void write_parts(
-    const detail::HfLayout& layout, const std::vector<detail::Part>& parts, const Path& folder) {
+/// Writes this rank's parts, each at its place in the whole tensor. Returns which parts it has
+/// written, so that rank 0 can check that none is missing.
+detail::Pieces write_parts(
+    const detail::HfLayout& layout,
+    const std::vector<detail::Part>& parts,
+    const detail::Rename& rename,
+    const Path& folder) {
+  detail::Pieces pieces;
   std::map<size_t, detail::File> files;
   for (const auto& part : parts) {
-    const auto place = layout.places.at(part.name);
+    const auto place = layout.places.at(rename(part.name));
     const auto& item = layout.files[place.file];
     const auto& entry = item.header.entries[place.entry];
     auto found = files.find(place.file);
@@ -51,25 +55,12 @@ void write_parts(
               entry.offset + run.to * element_bytes, bytes + run.from * element_bytes,
               run.length * element_bytes);
         });
+    pieces[part.name].push_back({item.name, 0, part.box, {}});
   }
   for (const auto& [number, file] : files) {
     file.sync();
   }
-}
-
-/// Says which parts this rank has written, so that rank 0 can check that none is missing.
-std::string parts_text(const detail::SavePlan& plan) {
-  detail::Catalog catalog;
-  std::map<std::string, size_t> index;
-  for (const auto& part : plan.parts) {
-    const auto [place, is_new] = index.emplace(part.name, catalog.tensors.size());
-    if (is_new) {
-      catalog.tensors.push_back(*plan.catalog.find_tensor(part.name));
-    }
-    detail::StoredPiece piece{"model.safetensors", 0, part.box, {}};
-    catalog.tensors[place->second].pieces.push_back(std::move(piece));
-  }
-  return detail::manifest_text(catalog, "[save_hf]");
+  return pieces;
 }
 
 } // namespace
@@ -78,7 +69,7 @@ void save_hf(
     const StateDict& state, const std::filesystem::path& folder, const SaveHfOptions& options) {
   TORCH_CHECK_VALUE(
       options.max_file_bytes > 0, "[save_hf] max_file_bytes is ", options.max_file_bytes);
-  const detail::NameRules rename(options.names);
+  const auto rename = detail::renaming_by(options.names);
   at::NoGradGuard no_grad;
   StateDict tensors; // the format has no place for other values
   for (const auto& [key, value] : state) {
@@ -90,21 +81,23 @@ void save_hf(
   const auto data = job.publication.data();
   detail::HfLayout layout;
   detail::publish(
-      job.publication, {.write =
-                            [&] {
-                              layout = detail::make_hf_layout(
-                                  job.plan.catalog, rename, options.max_file_bytes, options.dtype);
-                              if (job.publication.ranks.rank == 0) {
-                                write_headers(layout, data);
-                              }
-                              write_parts(layout, job.plan.parts, data);
-                              return parts_text(job.plan);
-                            },
-                        .finish =
-                            [&](const std::vector<std::string>& texts) {
-                              detail::merge_catalogs(job.plan, texts, job.publication.target);
-                              detail::write_hf_index(layout, data);
-                            }});
+      job.publication,
+      {.write =
+           [&] {
+             layout = detail::make_hf_layout(
+                 detail::renamed(job.plan.catalog, rename, options.dtype), options.max_file_bytes);
+             const int rank = job.publication.ranks.rank;
+             if (rank == 0) {
+               write_headers(layout, data);
+             }
+             return detail::rank_text(
+                 job.plan, write_parts(layout, job.plan.parts, rename, data), rank);
+           },
+       .finish =
+           [&](const std::vector<std::string>& texts) {
+             detail::merge_catalogs(job.plan, texts, job.publication.target);
+             detail::write_hf_index(layout, data);
+           }});
 }
 
 } // namespace fsdp

@@ -5,9 +5,8 @@
 
 #include "base/check.h"
 #include "checkpoint/catalog.h"
-#include "checkpoint/crc32c.h"
-#include "checkpoint/find_checkpoint.h"
 #include "checkpoint/manifest.h"
+#include "checkpoint/reader.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/writer.h"
 
@@ -82,7 +81,7 @@ class Verifier {
     attempt([&] {
       const auto file = File::open(path);
       for (const auto& entry : read_safetensors(file).entries) {
-        attempt([&] { read_blocks(file, entry.offset, entry.bytes(), nullptr, entry.name); });
+        attempt([&] { read_blocks(file, entry.offset, entry.bytes(), {}, entry.name); });
       }
     });
   }
@@ -115,19 +114,12 @@ class Verifier {
     attempt([&] {
       const auto file = File::open(path);
       attempt([&] { compare_header(file, pieces); });
-      const auto file_bytes = file.size();
       for (const auto& [tensor, piece] : pieces) {
-        const auto bytes = tensor_bytes(piece->box.sizes, tensor->dtype).value();
-        if (piece->offset > file_bytes || bytes > file_bytes - piece->offset) {
-          problem(
-              path.string(), ", tensor '", tensor->name, "': the file has ", file_bytes,
-              " bytes, the tensor needs ", bytes, " from byte ", piece->offset,
-              " on: the file is truncated");
-        } else {
-          attempt([&, tensor = tensor, piece = piece] {
-            read_blocks(file, piece->offset, bytes, &piece->crcs, tensor->name);
-          });
-        }
+        attempt([&, tensor = tensor, piece = piece] {
+          check_fits(path, file.size(), *tensor, *piece);
+          const auto bytes = tensor_bytes(piece->box.sizes, tensor->dtype).value();
+          read_blocks(file, piece->offset, bytes, piece->crcs, tensor->name);
+        });
       }
     });
   }
@@ -167,26 +159,27 @@ class Verifier {
     }
   }
 
-  /// `crcs`: null or empty if there are no checksums.
+  /// `crcs` is empty if there are no checksums.
   void read_blocks(
       const File& file,
       int64_t offset,
       int64_t bytes,
-      const std::vector<uint32_t>* crcs,
+      const std::vector<uint32_t>& crcs,
       const std::string& tensor) {
-    const bool check = crcs && !crcs->empty();
     for (int64_t done = 0; done < bytes; done += kBlockBytes) {
       const auto size = std::min(kBlockBytes, bytes - done);
       block_.resize(std::max(block_.size(), static_cast<size_t>(size)));
       file.read(offset + done, block_.data(), size);
       report_.bytes += size;
-      report_.unchecked_bytes += check ? 0 : size;
-      if (check && crc32c(block_.data(), static_cast<size_t>(size)) !=
-                       (*crcs)[static_cast<size_t>(done / kBlockBytes)]) {
-        problem(
-            file.path().string(), ", tensor '", tensor, "': bytes ", offset + done, " to ",
-            offset + done + size, " are damaged: they do not match their checksum");
+      if (crcs.empty()) {
+        report_.unchecked_bytes += size;
+        continue;
       }
+      const auto crc = crcs[static_cast<size_t>(done / kBlockBytes)];
+      attempt([&] {
+        check_block(
+            file.path(), tensor, offset + done, {block_.data(), static_cast<size_t>(size)}, crc);
+      });
     }
   }
 

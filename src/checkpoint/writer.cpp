@@ -53,12 +53,12 @@ void check_hello_messages(const std::vector<HelloMessage>& all) {
   }
 }
 
-/// Writes one safetensors file, and adds its tensors to `written`.
+/// Writes one safetensors file, and adds its pieces to `written`.
 void write_file(
     const Path& path,
     bool is_direct,
     const std::map<std::string, const Part*>& parts,
-    Catalog& written) {
+    Pieces& written) {
   std::vector<SafetensorsEntry> entries;
   std::map<std::string, std::vector<int64_t>> offsets;
   for (const auto& [name, part] : parts) {
@@ -71,16 +71,15 @@ void write_file(
   file.append(start.data(), static_cast<int64_t>(start.size()));
   for (const auto& entry : header.entries) {
     const auto& part = *parts.at(entry.name);
-    StoredPiece piece{path.filename().string(), entry.offset, part.box, {}};
-    piece.crcs = append_blocks(file, part.data);
-    written.tensors.push_back({entry.name, entry.dtype, {}, {std::move(piece)}});
+    written[entry.name].push_back(
+        {path.filename().string(), entry.offset, part.box, append_blocks(file, part.data)});
   }
   file.finish();
 }
 
 /// Writes this rank's files. A name can occur only once in a file, so the second box of a tensor
 /// goes to a second file.
-Catalog write_parts(const SaveJob& job) {
+Pieces write_parts(const SaveJob& job) {
   std::vector<std::map<std::string, const Part*>> files;
   for (const auto& part : job.plan.parts) {
     size_t i = 0;
@@ -90,7 +89,7 @@ Catalog write_parts(const SaveJob& job) {
     files.resize(std::max(files.size(), i + 1));
     files[i][part.name] = &part;
   }
-  Catalog written;
+  Pieces written;
   for (size_t i = 0; i < files.size(); ++i) {
     const auto name = rank_name(job.publication.ranks.rank) + (i > 0 ? c10::str(".", i) : "");
     const auto path = job.publication.data() / (name + ".safetensors");
@@ -99,26 +98,17 @@ Catalog write_parts(const SaveJob& job) {
   return written;
 }
 
-/// Describes this rank's files for rank 0, as JSON in the form of the manifest.
-std::string rank_text(const SaveJob& job, Catalog written) {
-  // One entry per tensor, with its pieces in all files.
-  std::map<std::string, StoredTensor> tensors;
-  for (auto& tensor : written.tensors) {
-    auto& merged = tensors[tensor.name];
-    merged.name = tensor.name;
-    merged.dtype = tensor.dtype;
-    merged.sizes = job.plan.catalog.find_tensor(tensor.name)->sizes;
-    merged.pieces.push_back(std::move(tensor.pieces[0]));
-  }
-  Catalog catalog;
-  for (auto& [name, tensor] : tensors) {
-    catalog.tensors.push_back(std::move(tensor));
-  }
-  catalog.values = job.plan.catalog.values;
-  return manifest_text(catalog, rank_name(job.publication.ranks.rank) + ".json");
-}
-
 } // namespace
+
+std::string rank_text(const SavePlan& plan, Pieces pieces, int rank) {
+  Catalog catalog;
+  for (auto& [name, of_tensor] : pieces) {
+    catalog.tensors.push_back(*plan.catalog.find_tensor(name));
+    catalog.tensors.back().pieces = std::move(of_tensor);
+  }
+  catalog.values = plan.catalog.values;
+  return manifest_text(catalog, rank_name(rank) + ".json");
+}
 
 at::Tensor host_bytes(const at::Tensor& data) {
   return data.detach().cpu().resolve_conj().resolve_neg().contiguous();
@@ -246,7 +236,7 @@ void run_save(const SaveJob& job, const SeriesSteps& steps) {
       publication, {.write =
                         [&] {
                           FSDP_CHECK_AS(CheckpointError, job.error.empty(), job.error);
-                          return rank_text(job, write_parts(job));
+                          return rank_text(job.plan, write_parts(job), publication.ranks.rank);
                         },
                     .finish =
                         [&](const std::vector<std::string>& texts) {
@@ -257,4 +247,17 @@ void run_save(const SaveJob& job, const SeriesSteps& steps) {
                     .after = steps.after});
 }
 
+void save(
+    const StateDict& state,
+    const Path& path,
+    const SaveOptions& options,
+    const SeriesSteps& steps) {
+  run_save(begin_save(state, path, options, steps.leftovers), steps);
+}
+
 } // namespace fsdp::detail
+
+void fsdp::save(
+    const StateDict& state, const std::filesystem::path& path, const SaveOptions& options) {
+  detail::save(state, path, options, {});
+}

@@ -51,6 +51,11 @@ void run_save(const SaveJob& job, const SeriesSteps& steps = {});
 /// Returns the data contiguous in host memory. Shares memory with `data` if that is so already.
 at::Tensor host_bytes(const at::Tensor& data);
 
+/// What was written of each tensor, by name.
+using Pieces = std::map<std::string, std::vector<StoredPiece>>;
+/// Describes what this rank has written for rank 0, as JSON in the form of the manifest.
+std::string rank_text(const SavePlan& plan, Pieces pieces, int rank);
+
 /// Appends the tensor to the file. Returns the checksum of each block, which is computed while the
 /// block is in the processor's cache.
 std::vector<uint32_t> append_blocks(FileWriter& file, const at::Tensor& data);
