@@ -10,6 +10,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "base/check.h"
 #include "checkpoint/catalog.h"
 #include "checkpoint/files.h"
 #include "checkpoint/manifest.h"
@@ -19,6 +20,12 @@
 namespace fsdp::test {
 
 using Placements = std::vector<Placement>;
+
+inline StateDict state_with(const std::string& key, StateDict::Value value) {
+  StateDict state;
+  state.insert(key, std::move(value));
+  return state;
+}
 
 /// A tensor that is spread, or plain where there are no placements.
 struct Sample {
@@ -124,12 +131,6 @@ inline std::string load_error(const std::string& path, const LoadOptions& option
   return messages[0];
 }
 
-inline std::string file_text(const std::string& path) {
-  std::ostringstream text;
-  text << std::ifstream(path, std::ios::binary).rdbuf();
-  return text.str();
-}
-
 inline void set_file_text(const std::string& path, const std::string& text) {
   std::ofstream(path, std::ios::binary | std::ios::trunc) << text;
 }
@@ -177,6 +178,15 @@ class ChangeHook {
   }
   ~ChangeHook() {
     detail::before_change = {};
+  }
+  /// Throws `message` before each such operation on a file whose path has this part.
+  static ChangeHook failing(
+      const std::string& operation, const std::string& part, const std::string& message) {
+    return ChangeHook([=](const char* doing, const detail::Path& where) {
+      if (doing == operation && where.string().find(part) != std::string::npos) {
+        FSDP_THROW(CheckpointError, message);
+      }
+    });
   }
   ChangeHook(const ChangeHook&) = delete;
   ChangeHook& operator=(const ChangeHook&) = delete;

@@ -25,8 +25,7 @@ using namespace test;
 using namespace std::chrono_literals;
 
 StateDict numbered(int64_t number) {
-  StateDict state;
-  state.insert("w", torch::full({4}, number));
+  auto state = state_with("w", torch::full({4}, number));
   state.insert("number", number);
   return state;
 }
@@ -113,12 +112,7 @@ TEST(CheckpointCorners, TheLastGoodOneStaysUntilTheNextIsComplete) {
   detail::rename_path(path, dead + "/1/old");
   make_old(dead);
   {
-    const ChangeHook hook([&](const char* operation, const detail::Path& where) {
-      if (std::string(operation) == "write" &&
-          where.string().find("manifest.json") != std::string::npos) {
-        FSDP_THROW(CheckpointError, "no space");
-      }
-    });
+    const auto hook = ChangeHook::failing("write", "manifest.json", "no space");
     message_of<CheckpointError>([&] { save(numbered(8), path); });
   }
   EXPECT_TRUE(detail::path_exists(path) || detail::path_exists(dead + "/1/old"))
@@ -176,8 +170,7 @@ TEST(CheckpointCorners, FoldersThatAreMadeAreSyncedToo) {
 /// Rows on two ranks, as step 1 of a series.
 void save_rows(const std::string& root) {
   run_ranks(2, [&](int) {
-    StateDict state;
-    state.insert("w", distribute_tensor(torch::ones({6, 2}), world_mesh(), {Shard{0}}));
+    auto state = state_with("w", distribute_tensor(torch::ones({6, 2}), world_mesh(), {Shard{0}}));
     CheckpointSeries(root).save(1, state);
   });
 }
@@ -219,8 +212,7 @@ TEST(CheckpointCorners, AfterAFailedAsyncSaveTheNextCallIsTheSameOnAllRanks) {
     run_ranks(2, [&](int) {
       // More than there is memory for on the rank that writes it; the other hears of it
       // in the background.
-      StateDict huge;
-      huge.insert("w", torch::ones({1}).expand({int64_t{1} << 50}));
+      auto huge = state_with("w", torch::ones({1}).expand({int64_t{1} << 50}));
       std::future<void> future;
       try {
         future = async_save(huge, folder + "/huge");
@@ -285,13 +277,11 @@ TEST(CheckpointCorners, ThreadsWithoutAWorldMaySaveAtOnce) {
 
 TEST(CheckpointCorners, NothingIsChangedWhereATensorCannotBeWritten) {
   const auto path = temporary_folder() + "/checkpoint";
-  StateDict saved;
-  saved.insert("a", torch::ones({4}));
+  auto saved = state_with("a", torch::ones({4}));
   saved.insert("b", torch::ones({4}));
   save(saved, path);
   run_ranks(2, [&](int rank) {
-    StateDict state;
-    state.insert("a", torch::zeros({4}));
+    auto state = state_with("a", torch::zeros({4}));
     // One number of memory for four.
     state.insert("b", rank == 1 ? torch::zeros({1}).expand({4}) : torch::zeros({4}));
     message_of<CheckpointError>([&] { load(state, path); });
@@ -301,18 +291,15 @@ TEST(CheckpointCorners, NothingIsChangedWhereATensorCannotBeWritten) {
 
 TEST(CheckpointCorners, NumbersThatDoNotFitAreRefused) {
   const auto path = temporary_folder() + "/checkpoint";
-  StateDict saved;
-  saved.insert("w", torch::tensor({0.5F, 3e9F, NAN}));
+  auto saved = state_with("w", torch::tensor({0.5F, 3e9F, NAN}));
   saved.insert("c", torch::ones({2}, torch::kComplexFloat));
   save(saved, path);
   for (const auto dtype : {at::kInt, at::kBool}) {
     SCOPED_TRACE_OF(dtype);
-    StateDict state;
-    state.insert("w", torch::zeros({3}, dtype));
+    auto state = state_with("w", torch::zeros({3}, dtype));
     message_of<CheckpointError>([&] { load(state, path); });
   }
-  StateDict state;
-  state.insert("c", torch::zeros({2}));
+  auto state = state_with("c", torch::zeros({2}));
   message_of<CheckpointError>([&] { load(state, path); });
 }
 
@@ -353,14 +340,13 @@ TEST(CheckpointCorners, ARankReadsOnlyWhatItNeeds) {
   const auto path = temporary_folder() + "/model";
   const auto whole_values = torch::ones({64, 128 * 1024}); // 32 MiB, rows of 512 KiB
   {
-    StateDict state;
-    state.insert("w", whole_values);
+    auto state = state_with("w", whole_values);
     save_hf(state, path); // files of others have no checksums
   }
   std::atomic<int64_t> before{0};
   run_ranks(4, [&](int rank) {
-    StateDict state;
-    state.insert("w", distribute_tensor(torch::zeros_like(whole_values), world_mesh(), {Shard{1}}));
+    auto state = state_with(
+        "w", distribute_tensor(torch::zeros_like(whole_values), world_mesh(), {Shard{1}}));
     default_group().barrier();
     if (rank == 0) {
       before = proc_number("io", "rchar");

@@ -60,8 +60,7 @@ TEST(BrokenCheckpoint, FlippedBitsAreFoundWhereverTheyAre) {
 
 TEST(BrokenCheckpoint, IsReadAsItIsWhereNobodyAsks) {
   const auto path = temporary_folder() + "/checkpoint";
-  StateDict state;
-  state.insert("w", torch::zeros({8}, torch::kByte));
+  auto state = state_with("w", torch::zeros({8}, torch::kByte));
   save(state, path);
   const auto file = path + "/rank_00000.safetensors";
   auto text = file_text(file);
@@ -84,8 +83,7 @@ TEST(BrokenCheckpoint, FlippedBitInTheManifest) {
 TEST(BrokenCheckpoint, VerifyFindsEveryFlippedBitOfAHeader) {
   const auto path = temporary_folder() + "/checkpoint";
   run_ranks(2, [&](int) {
-    StateDict state;
-    state.insert("w", distribute_tensor(torch::ones({4}), world_mesh(), {Shard{0}}));
+    auto state = state_with("w", distribute_tensor(torch::ones({4}), world_mesh(), {Shard{0}}));
     save(state, path);
   });
   EXPECT_TRUE(verify_checkpoint(path).problems.empty());
@@ -156,8 +154,7 @@ TEST(BrokenCheckpoint, PiecesThatOverlapOrLieElsewhere) {
 TEST(BrokenCheckpoint, MissingKeyAndWrongShape) {
   const auto path = saved_checkpoint();
   run_ranks(2, [&](int rank) {
-    StateDict state;
-    state.insert("plain", torch::zeros({7}, torch::kLong));
+    auto state = state_with("plain", torch::zeros({7}, torch::kLong));
     if (rank == 1) {
       state.insert("more", torch::zeros({7}));
     }
@@ -165,14 +162,12 @@ TEST(BrokenCheckpoint, MissingKeyAndWrongShape) {
     EXPECT_EQ(std::get<at::Tensor>(state.at("plain")).sum().item<int64_t>(), 0);
     load(state, path, {.strict = false});
     EXPECT_NE(std::get<at::Tensor>(state.at("plain")).sum().item<int64_t>(), 0);
-    StateDict wrong;
-    wrong.insert("plain", torch::zeros({8}, torch::kLong));
+    auto wrong = state_with("plain", torch::zeros({8}, torch::kLong));
     const auto message = message_of<CheckpointError>([&] { load(wrong, path); });
     EXPECT_TRUE(contains(message, "'plain'"));
     EXPECT_TRUE(contains(message, "[7]"));
     EXPECT_TRUE(contains(message, "[8]"));
-    StateDict value;
-    value.insert("plain", int64_t{1});
+    auto value = state_with("plain", int64_t{1});
     message_of<CheckpointError>([&] { load(value, path); });
     StateDict terms;
     const auto zeros = torch::zeros({7}, torch::kLong);
@@ -214,8 +209,7 @@ TEST(BrokenCheckpoint, AFileThatGoesAfterItWasFound) {
 /// One of others, without checksums or an id: nothing else would tell.
 TEST(BrokenCheckpoint, AFolderThatIsReplacedWhileItIsRead) {
   const detail::Path folder = temporary_folder();
-  StateDict state;
-  state.insert("a", torch::zeros({3}));
+  auto state = state_with("a", torch::zeros({3}));
   state.insert("b", torch::zeros({3}));
   for (const auto* name : {"old", "new"}) {
     save_hf(state, folder / name, {.max_file_bytes = 12}); // a file for each
@@ -278,11 +272,7 @@ TEST(FailedSave, ARankThatFailsFailsAll) {
   const auto path = saved_checkpoint();
   for (const auto* file : {"rank_00001.safetensors", "rank_00000.json", "manifest.json"}) {
     SCOPED_TRACE(file);
-    const ChangeHook hook([&](const char* operation, const detail::Path& where) {
-      if (std::string(operation) == "write" && where.string().find(file) != std::string::npos) {
-        FSDP_THROW(CheckpointError, where.string(), " cannot be written: no space");
-      }
-    });
+    const auto hook = ChangeHook::failing("write", file, "no space");
     expect_save_fails(path, "no space");
   }
   expect_loads(2, path, 5);
@@ -349,18 +339,17 @@ TEST(FailedSave, WhatCannotBeSaved) {
   const auto path = folder + "/checkpoint";
   run_ranks(2, [&](int rank) {
     const auto mesh = world_mesh();
-    StateDict partial;
-    partial.insert("p", DTensor::from_local(torch::ones({2}), mesh, {Partial{}}));
+    auto partial = state_with("p", DTensor::from_local(torch::ones({2}), mesh, {Partial{}}));
     EXPECT_TRUE(contains(message_of<CheckpointError>([&] { save(partial, path); }), "'p'"));
-    StateDict meta; // on one rank only: the other hears of it
-    meta.insert("m", torch::ones({2}, rank == 1 ? torch::kMeta : torch::kCPU));
+    auto meta = state_with(
+        "m", torch::ones(
+                 {2}, rank == 1 ? torch::kMeta
+                                : torch::kCPU)); // on one rank only: the other hears of it
     EXPECT_TRUE(contains(message_of<CheckpointError>([&] { save(meta, path); }), "rank 1"));
-    StateDict different;
-    different.insert("d", torch::ones({2 + rank}));
+    auto different = state_with("d", torch::ones({2 + rank}));
     EXPECT_TRUE(contains(
         message_of<CheckpointError>([&] { save(different, path); }), "not the same on all"));
-    StateDict fine;
-    fine.insert("x", torch::ones({2}));
+    auto fine = state_with("x", torch::ones({2}));
     EXPECT_TRUE(contains(
         message_of<CheckpointError>([&] { save(fine, path + std::to_string(rank)); }),
         "rank 1 saves"));

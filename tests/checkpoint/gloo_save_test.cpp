@@ -16,8 +16,7 @@ using namespace test;
 using namespace std::chrono_literals;
 
 StateDict numbered(int64_t number) {
-  StateDict state;
-  state.insert("w", torch::full({64}, number));
+  auto state = state_with("w", torch::full({64}, number));
   return state;
 }
 

@@ -159,8 +159,7 @@ TEST(SaveLoad, HeadersAloneDescribeTheShards) {
 TEST(SaveLoad, RanksMayBringDifferentKeys) {
   const auto path = temporary_folder() + "/checkpoint";
   run_ranks(3, [&](int rank) {
-    StateDict state;
-    state.insert("rank." + std::to_string(rank), torch::full({2}, rank));
+    auto state = state_with("rank." + std::to_string(rank), torch::full({2}, rank));
     if (rank == 1) {
       state.insert("of_one", int64_t{7});
     }
@@ -183,8 +182,7 @@ TEST(SaveLoad, RanksMayBringDifferentKeys) {
 
 TEST(SaveLoad, WithoutAProcessGroupAndOfAllValues) {
   const auto path = temporary_folder() + "/a/b/checkpoint/"; // with folders above, and a slash
-  StateDict state;
-  state.insert("t", torch::arange(6).view({2, 3}).t()); // not contiguous
+  auto state = state_with("t", torch::arange(6).view({2, 3}).t()); // not contiguous
   state.insert("yes", true);
   state.insert("int", int64_t{-5});
   state.insert("double", 0.1);
@@ -209,8 +207,7 @@ TEST(SaveLoad, WithoutAProcessGroupAndOfAllValues) {
 
 TEST(SaveLoad, ConvertsToTheDtypeThatIsThere) {
   const auto path = temporary_folder() + "/checkpoint";
-  StateDict state;
-  state.insert("w", torch::tensor({1.0F, 2.5F, -3.0F}));
+  auto state = state_with("w", torch::tensor({1.0F, 2.5F, -3.0F}));
   save(state, path);
   StateDict read;
   auto live = torch::zeros({3}, torch::kBFloat16).requires_grad_();
@@ -223,15 +220,14 @@ TEST(SaveLoad, LargeTensorsHaveSeveralChecksums) {
   const auto path = temporary_folder() + "/checkpoint";
   const auto big = torch::arange(3 * 1024 * 1024).view({1024, -1}); // 24 MiB
   run_ranks(2, [&](int) {
-    StateDict state;
-    state.insert("w", distribute_tensor(big, world_mesh(), {Shard{0}}));
+    auto state = state_with("w", distribute_tensor(big, world_mesh(), {Shard{0}}));
     save(state, path);
   });
   run_ranks(3, [&](int) {
     for (const int64_t dim : {0, 1}) {
       SCOPED_TRACE_OF(dim);
-      StateDict state;
-      state.insert("w", distribute_tensor(torch::zeros_like(big), world_mesh(), {Shard{dim}}));
+      auto state =
+          state_with("w", distribute_tensor(torch::zeros_like(big), world_mesh(), {Shard{dim}}));
       load(state, path);
       EXPECT_SAME(whole(state.at("w")), big);
     }
@@ -240,11 +236,9 @@ TEST(SaveLoad, LargeTensorsHaveSeveralChecksums) {
 
 TEST(SaveLoad, NamesAreMapped) {
   const auto path = temporary_folder() + "/checkpoint";
-  StateDict state;
-  state.insert("model.layers.3.wq", torch::ones({2}));
+  auto state = state_with("model.layers.3.wq", torch::ones({2}));
   save(state, path);
-  StateDict read;
-  read.insert("blocks.3.q", torch::zeros({2}));
+  auto read = state_with("blocks.3.q", torch::zeros({2}));
   load(read, path, {.names = {{R"(blocks\.(\d+)\.q)", "model.layers.$1.wq"}}});
   EXPECT_SAME(std::get<at::Tensor>(read.at("blocks.3.q")), torch::ones({2}));
 }

@@ -53,8 +53,9 @@ TEST(AsyncSave, BytesOfAnyNumberFromAnywhere) {
   source.zero_();
   future.get();
   for (const auto& [key, expected] : parts(bytes)) {
-    StateDict read; // one at a time: the parts share memory
-    read.insert(key, torch::zeros_like(std::get<at::Tensor>(expected)));
+    auto read = state_with(
+        key,
+        torch::zeros_like(std::get<at::Tensor>(expected))); // one at a time: the parts share memory
     load(read, path);
     EXPECT_SAME(std::get<at::Tensor>(read.at(key)), std::get<at::Tensor>(expected)) << key;
   }
@@ -63,12 +64,10 @@ TEST(AsyncSave, BytesOfAnyNumberFromAnywhere) {
 TEST(AsyncSave, ConjugatesAndNegativesAreWhatTheyStandFor) {
   const auto path = temporary_folder() + "/checkpoint";
   const auto x = torch::complex(torch::arange(4.0), torch::ones(4));
-  StateDict state;
-  state.insert("conjugate", x.conj());
+  auto state = state_with("conjugate", x.conj());
   state.insert("negative", torch::imag(x.conj()));
   async_save(state, path).get();
-  StateDict read;
-  read.insert("conjugate", torch::zeros(4, torch::kComplexFloat).conj());
+  auto read = state_with("conjugate", torch::zeros(4, torch::kComplexFloat).conj());
   read.insert("negative", torch::imag(torch::zeros(4, torch::kComplexFloat).conj()));
   load(read, path);
   EXPECT_SAME(std::get<at::Tensor>(read.at("conjugate")).resolve_conj(), x.conj().resolve_conj());
@@ -86,8 +85,7 @@ TEST(AsyncSave, GivesWayToTraining) {
     }
   });
   const int mine = priority();
-  StateDict state;
-  state.insert("w", torch::ones({4}));
+  auto state = state_with("w", torch::ones({4}));
   async_save(state, path).get();
   EXPECT_EQ(of_writes, std::max(mine, 10));
   save(state, path); // waited for
@@ -179,8 +177,7 @@ TEST(CheckpointSeries, GoesByWhatIsCompleteAndNew) {
   const auto root = temporary_folder() + "/run";
   const CheckpointSeries reader(root);
   CheckpointSeries series(root, {.keep = 5});
-  StateDict state;
-  state.insert("w", torch::ones({4}));
+  auto state = state_with("w", torch::ones({4}));
   for (const int64_t step : {10, 20, 30}) {
     series.save(step, state);
   }
@@ -194,8 +191,7 @@ TEST(CheckpointSeries, GoesByWhatIsCompleteAndNew) {
 TEST(CheckpointSeries, AFailedSaveRemovesNothing) {
   const auto root = temporary_folder() + "/run";
   CheckpointSeries series(root, {.keep = 1});
-  StateDict state;
-  state.insert("w", torch::ones({4}));
+  auto state = state_with("w", torch::ones({4}));
   series.save(1, state);
   {
     const ChangeHook hook([](const char* operation, const detail::Path& where) {

@@ -5,7 +5,6 @@
 
 #include <fstream>
 #include <set>
-#include <sstream>
 
 #include "cli/tool.h"
 
@@ -27,19 +26,13 @@ std::string sample_run() {
   return folder;
 }
 
-std::string text_of(const std::string& path) {
-  std::ostringstream text;
-  text << std::ifstream(path).rdbuf();
-  return text.str();
-}
-
 void write(const std::string& path, const std::string& text) {
   std::ofstream(path) << text;
 }
 
 /// What the page is given.
 Json data_in(const std::string& folder) {
-  const auto page = text_of(folder + "/report.html");
+  const auto page = file_text(folder + "/report.html");
   const std::string begin = "<script id=\"data\" type=\"application/json\">";
   const auto from = page.find(begin) + begin.size();
   return Json::parse(page.substr(from, page.find("</script>", from) - from));
@@ -50,7 +43,7 @@ TEST(Report, HoldsTheRunAndOneStepOfItsTrace) {
   const auto ended = run({"report", folder + "/"});
   ASSERT_EQ(ended.exit_code, 0) << ended.output;
   EXPECT_NE(ended.output.find("report.html"), std::string::npos) << ended.output;
-  const auto page = text_of(folder + "/report.html");
+  const auto page = file_text(folder + "/report.html");
   EXPECT_EQ(page.find("@REPORT_"), std::string::npos);
   const auto data = data_in(folder);
   EXPECT_EQ(data["name"], "headers-4x");

@@ -15,11 +15,10 @@ std::vector<std::string> short_run(const std::string& data, std::vector<std::str
   return tiny(data, more);
 }
 
-std::string file_text(const std::string& path) {
-  std::ostringstream text;
-  text << std::ifstream(path, std::ios::binary).rdbuf();
-  EXPECT_FALSE(text.str().empty()) << path;
-  return text.str();
+/// The bytes of a file, which must be there.
+std::string text_in(const std::string& path) {
+  EXPECT_FALSE(file_text(path).empty()) << path;
+  return file_text(path);
 }
 
 /// Names in a folder.
@@ -35,9 +34,9 @@ std::string step_folder(const std::string& run, const std::string& step) {
 std::vector<std::string> contents(const std::string& checkpoint, int ranks) {
   std::vector<std::string> texts;
   for (int rank = 0; rank < ranks; ++rank) {
-    texts.push_back(file_text(checkpoint + "/rank_0000" + std::to_string(rank) + ".safetensors"));
+    texts.push_back(text_in(checkpoint + "/rank_0000" + std::to_string(rank) + ".safetensors"));
   }
-  const auto manifest = file_text(checkpoint + "/manifest.json"); // ids and times differ
+  const auto manifest = text_in(checkpoint + "/manifest.json"); // ids and times differ
   const auto values = manifest.find("\"values\"");
   EXPECT_NE(values, std::string::npos);
   texts.push_back(manifest.substr(std::min(values, manifest.size())));
@@ -130,16 +129,16 @@ TEST(TrainResume, KeepsWhatTheRunWasToldForItsFolder) {
       text_file(), {"--run", run_folder, "--save-every", "5", "--keep", "2", "--keep-every", "10",
                     "--validate-every", "4", "--reshard-after-forward", "false", "--quiet"}));
   ASSERT_EQ(first.exit_code, 0) << first.output;
-  const auto config = file_text(run_folder + "/config.json");
+  const auto config = text_in(run_folder + "/config.json");
   ASSERT_EQ(run({"train", "--resume", run_folder, "--quiet"}).exit_code, 0);
-  EXPECT_EQ(file_text(run_folder + "/config.json"), config);
+  EXPECT_EQ(text_in(run_folder + "/config.json"), config);
   const auto longer = run({"train", "--resume", run_folder, "--steps", "36", "--keep", "3"});
   ASSERT_EQ(longer.exit_code, 0) << longer.output;
   EXPECT_EQ(
       listing(run_folder + "/checkpoints"),
       "latest step_00000010 step_00000020 step_00000030 step_00000035 step_00000036");
   EXPECT_TRUE(contains(longer.output, "after step 32\n"));
-  EXPECT_TRUE(contains(file_text(run_folder + "/config.json"), "\"keep\": 3"));
+  EXPECT_TRUE(contains(text_in(run_folder + "/config.json"), "\"keep\": 3"));
 }
 
 TEST(TrainResume, NamesAnotherCheckpointWhereTheNewestIsDamaged) {
@@ -148,7 +147,7 @@ TEST(TrainResume, NamesAnotherCheckpointWhereTheNewestIsDamaged) {
       run(short_run(text_file(), {"--run", run_folder, "--save-every", "10", "--quiet"})).exit_code,
       0);
   const auto file = step_folder(run_folder, "20") + "/rank_00001.safetensors";
-  auto bytes = file_text(file);
+  auto bytes = text_in(file);
   bytes[bytes.size() - 100] ^= 4;
   std::ofstream(file, std::ios::binary) << bytes;
   const auto damaged = run({"train", "--resume", run_folder});
@@ -165,10 +164,10 @@ TEST(TrainResume, AFinishedRunShowsItsResultAgainAndMayGoOn) {
   const auto whole =
       run(short_run(text_file(), {"--run", run_folder, "--save-every", "0", "--quiet"}));
   EXPECT_EQ(listing(run_folder + "/checkpoints"), "latest step_00000020");
-  const auto metrics = file_text(run_folder + "/metrics.jsonl");
+  const auto metrics = text_in(run_folder + "/metrics.jsonl");
   const auto again = run({"train", "--resume", run_folder, "--quiet"});
   EXPECT_EQ(result_in(again.output), result_in(whole.output));
-  EXPECT_EQ(file_text(run_folder + "/metrics.jsonl"), metrics);
+  EXPECT_EQ(text_in(run_folder + "/metrics.jsonl"), metrics);
   const auto longer = run({"train", "--resume", run_folder, "--steps", "24"});
   EXPECT_EQ(losses_in(longer.output).size(), 4u) << longer.output;
   EXPECT_EQ(listing(run_folder + "/checkpoints"), "latest step_00000020 step_00000024");

@@ -85,9 +85,7 @@ Ended wait_for(const Running& running, std::chrono::steady_clock::time_point dea
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   ended.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-  std::ostringstream text;
-  text << std::ifstream(running.log).rdbuf();
-  ended.output = text.str();
+  ended.output = file_text(running.log);
   return ended;
 }
 
@@ -114,6 +112,12 @@ std::vector<Ended> run_commands(const std::vector<Command>& commands, std::chron
 
 std::string this_program() {
   return std::filesystem::read_symlink("/proc/self/exe").string();
+}
+
+std::string file_text(const std::string& path) {
+  std::ostringstream text;
+  text << std::ifstream(path, std::ios::binary).rdbuf();
+  return text.str();
 }
 
 int free_port() {

@@ -32,6 +32,9 @@ std::string this_program();
 /// A loopback port that was free a moment ago.
 int free_port();
 
+/// The bytes of a file; none if there is no such file.
+std::string file_text(const std::string& path);
+
 /// A new empty folder, removed at exit.
 std::string temporary_folder();
 
