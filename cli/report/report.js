@@ -2,52 +2,40 @@
 
 // ------------------------------------------------------------ The run
 
-const steps = (data.metrics || []).filter((line) => finite(line.step) && 'loss' in line);
-const validations = (data.metrics || []).filter((line) => finite(line.validation_loss));
+const steps = data.metrics.filter((line) => 'loss' in line);
+const validations = data.metrics.filter((line) => finite(line.validation_loss));
 const column = (f) => steps.map((line) => [line.step, f(line)]).filter((point) => finite(point[1]));
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 const median = (values) => [...values].sort((a, b) => a - b)[values.length >> 1];
-const baseline = (data.metrics || []).map((line) => line.byte_frequency_loss).filter(finite).pop();
-const option = (...names) => {
-  for (const name of names) {
-    const value = name.split('.').reduce((node, key) => (node == null ? node : node[key]), config);
-    if (value != null && value !== '') return value;
-  }
-  return null;
-};
-const groups = Array.isArray(data.groups) ? data.groups : [];
+const sumOf = (items, f) => items.reduce((sum, item) => sum + (f(item) || 0), 0);
+const baseline = data.metrics.map((line) => line.byte_frequency_loss).filter(finite).pop();
+const groups = data.groups || [];
 const plural = (n, noun) => `${digits(n, 0)} ${noun}${n === 1 ? '' : 's'}`;
 
 function header() {
-  const name = data.name || option('name') || 'run';
-  document.title = `${name} · fsdp train`;
-  at('name').textContent = name;
-  at('kicker').textContent = 'fsdp train';
-  const params = option('parameters', 'model.parameters', 'num_params') ||
-      groups.reduce((sum, group) => sum + group.numel, 0);
-  const layers = option('model.layers', 'layers'), dim = option('model.dim', 'dim');
-  const sizes = String(option('mesh') || '').match(/\d+/g);
-  const ranks = option('ranks', 'world_size') ||
-      (sizes && sizes.reduce((all, size) => all * Number(size), 1));
+  document.title = `${data.name} · fsdp train`;
+  at('name').textContent = data.name;
+  const {layers, dim, mesh, batch, context, seed} = config;
+  const sizes = String(mesh || '').match(/\d+/g);
+  const ranks = config.ranks || (sizes && sizes.reduce((all, size) => all * Number(size), 1));
+  const params = sumOf(groups, (group) => group.numel);
   const pieces = [];
   if (params)
     pieces.push(
         `${count(params)} parameters` +
         (layers && dim ? ` in ${plural(layers, 'layer')} of ${dim}` : ''));
-  if (ranks)
-    pieces.push(
-        plural(ranks, 'rank') + (option('mesh') ? ` (${option('mesh')})` : ''));
+  if (ranks) pieces.push(plural(ranks, 'rank') + (mesh ? ` (${mesh})` : ''));
   if (groups.length) pieces.push(plural(groups.length, 'group'));
-  const batch = option('batch'), context = option('context');
   if (batch && context) pieces.push(`${batch} × ${context} tokens per step`);
-  if (option('seed') != null) pieces.push(`seed ${option('seed')}`);
+  if (seed != null) pieces.push(`seed ${seed}`);
   at('summary').textContent = pieces.length ? pieces.join(', ') + '.' : '';
 
   const facts = [];
   const fact = (label, value, note) => facts.push(
       el('div', {}, el('dt', {}, label), el('dd', {}, value),
          note ? el('div', {class: 'note'}, note) : null));
-  const losses = column((line) => line.loss).map((point) => point[1]);
+  const values = (f) => column(f).map((point) => point[1]);
+  const losses = values((line) => line.loss);
   if (losses.length)
     fact('Loss', digits(mean(losses.slice(-10)), 3), `from ${digits(losses[0], 3)}`);
   if (validations.length) {
@@ -55,31 +43,23 @@ function header() {
         'Validation loss', digits(validations.at(-1).validation_loss, 3),
         finite(baseline) ? `bytes alone: ${digits(baseline, 3)}` : null);
   }
-  const speed = column((line) => line.tokens_per_s).map((point) => point[1]);
+  const speed = values((line) => line.tokens_per_s);
   if (speed.length) fact('Tokens per second', count(median(speed)), 'median step');
-  const exposed = column((line) => line.exposed_s / line.seconds).map((point) => point[1]);
+  const exposed = values((line) => line.exposed_s / line.seconds);
   if (exposed.length) fact('Waiting', percent(median(exposed)), 'for communication');
-  const peaks = steps.map((line) => line.memory && line.memory.peak).filter(finite);
+  const peaks = values((line) => line.memory && line.memory.peak);
   if (peaks.length) fact('Peak memory', bytes(Math.max(...peaks)), 'rank 0');
-  const time = steps.reduce((sum, line) => sum + (line.seconds || 0), 0);
+  const time = sumOf(steps, (line) => line.seconds);
+  const tokens = sumOf(steps, (line) => line.seconds * line.tokens_per_s);
   if (time > 0)
-    fact(
-        'Time', seconds(time),
-        `${plural(steps.length, 'step')}, ${
-            count(steps.reduce(
-                (sum, line) => sum + (line.seconds * line.tokens_per_s || 0), 0))} tokens`);
+    fact('Time', seconds(time), `${plural(steps.length, 'step')}, ${count(tokens)} tokens`);
   at('facts').replaceChildren(...facts);
   if (!facts.length) at('facts').remove();
 }
 
 function training() {
-  if (column((line) => line.loss).length === 0) {
-    at('training')
-        .replaceChildren(
-            el('h2', {}, 'Loss'),
-            el('p', {class: 'missing'}, 'metrics.jsonl has no step with a loss.'));
-    return;
-  }
+  if (column((line) => line.loss).length === 0)
+    return missing('training', 'metrics.jsonl has no step with a loss.', 'Loss');
   at('loss-lede').textContent = 'Cross entropy in nats per byte' +
       (steps.length > 40 ? '; the strong line is a running mean.' : '.');
   const items = [{color: css('accent'), name: 'training', shape: 'thin'}];
@@ -148,52 +128,41 @@ function groupTable() {
       runs.push([group]);
   }
   const shown = runs.flatMap((run) => (run.length > 3 ? [run] : run.map((group) => [group])));
+  const name = (group) => group.name || '(root)';
+  const cell = (...children) => el('td', {}, ...children);
+  const optional = (text) => el('small', {class: 'optional'}, ' ' + text);
+  const sizes = (group, share) => [
+    cell(bytes(group.shard_bytes)), cell(bytes(group.gathered_bytes)),
+    group.padding_bytes ? cell(bytes(group.padding_bytes), share) : cell('–')
+  ];
   const head = ['Module', 'Parameters', 'Shard', 'Gathered', 'Padding'];
-  const table =
-      el('table', {},
-         el('thead', {}, el('tr', {}, ...head.map((name, i) => el('th', {scope: 'col'}, name)))));
-  const body = el('tbody');
-  for (const run of shown) {
+  const body = shown.map((run) => {
     const group = run[0];
-    const name = (one) => one.name || '(root)';
-    body.append(el(
-        'tr', {},
-        el('td', {},
-           el('code', {}, run.length > 1 ? `${name(group)} … ${name(run.at(-1))}` : name(group)),
-           ...(run.length > 1 ? [' ', el('small', {}, `${run.length} alike, each`)] : [])),
-        el('td', {}, count(group.numel),
-           group.dtype ? el('small', {class: 'optional'}, ' ' + String(group.dtype).toLowerCase()) :
-                         null),
-        el('td', {}, bytes(group.shard_bytes)), el('td', {}, bytes(group.gathered_bytes)),
-        el('td', {}, group.padding_bytes ? bytes(group.padding_bytes) : '–',
-           group.padding_bytes ? el('small', {class: 'optional'},
-                                    ` ${percent(group.padding_bytes / group.gathered_bytes)}`) :
-                                 null)));
-  }
-  const all = (key) => groups.reduce((sum, group) => sum + (group[key] || 0), 0);
-  table.append(
-      body,
-      el('tfoot', {},
-         el('tr', {}, el('td', {}, plural(groups.length, 'group')),
-            el('td', {}, count(all('numel'))), el('td', {}, bytes(all('shard_bytes'))),
-            el('td', {}, bytes(all('gathered_bytes'))),
-            el('td', {}, all('padding_bytes') ? bytes(all('padding_bytes')) : '–'))));
-  at('groups').replaceChildren(table);
+    const names = run.length > 1 ?
+        cell(
+            el('code', {}, `${name(group)} … ${name(run.at(-1))}`), ' ',
+            el('small', {}, `${run.length} alike, each`)) :
+        cell(el('code', {}, name(group)));
+    const dtype = group.dtype ? optional(String(group.dtype).toLowerCase()) : null;
+    return el(
+        'tr', {}, names, cell(count(group.numel), dtype),
+        ...sizes(group, optional(percent(group.padding_bytes / group.gathered_bytes))));
+  });
+  const all = {};
+  for (const key of ['numel', 'shard_bytes', 'gathered_bytes', 'padding_bytes'])
+    all[key] = sumOf(groups, (group) => group[key]);
+  const foot = [cell(plural(groups.length, 'group')), cell(count(all.numel)), ...sizes(all)];
+  at('groups').replaceChildren(
+      el('table', {},
+         el('thead', {}, el('tr', {}, ...head.map((title) => el('th', {scope: 'col'}, title)))),
+         el('tbody', {}, ...body), el('tfoot', {}, el('tr', {}, ...foot))));
 }
 
 function options() {
-  const rows = [];
-  const walk = (node, prefix) => {
-    for (const [key, value] of Object.entries(node)) {
-      if (value && typeof value === 'object' && !Array.isArray(value))
-        walk(value, prefix + key + '.');
-      else
-        rows.push(
-            el('div', {}, el('dt', {}, el('code', {}, prefix + key)),
-               el('dd', {class: 'mono'}, Array.isArray(value) ? value.join(', ') : String(value))));
-    }
-  };
-  walk(config, '');
+  const rows = Object.entries(config).map(
+      ([key, value]) =>
+          el('div', {}, el('dt', {}, el('code', {}, key)),
+             el('dd', {class: 'mono'}, Array.isArray(value) ? value.join(', ') : String(value))));
   if (rows.length)
     at('config').replaceChildren(...rows);
   else
@@ -207,14 +176,13 @@ if (one) {
   timeline(one);
   memory(one);
 } else {
-  at('timeline-section')
-      .replaceChildren(
-          el('h2', {}, 'One step, drawn to scale'),
-          el('p', {class: 'missing'}, 'The run has no trace.json, or no whole step in it.'));
+  missing(
+      'timeline-section', 'The run has no trace.json, or no whole step in it.',
+      'One step, drawn to scale');
   at('memory-section').remove();
 }
 groupTable();
 options();
-at('footer').textContent = `Written by fsdp${data.version ? ' ' + data.version : ''}.` +
+at('footer').textContent = `Written by fsdp ${data.version}.` +
     (one ? ' The whole trace.json opens in ui.perfetto.dev.' : '');
 document.documentElement.dataset.ready = 'yes';

@@ -7,15 +7,17 @@ const css = (name) => `var(--${name})`;
 
 // ------------------------------------------------------------ Elements and numbers
 
-function el(tag, attributes = {}, ...children) {
-  const node = document.createElement(tag);
+function set(node, attributes) {
   for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  return node;
+}
+function el(tag, attributes = {}, ...children) {
+  const node = set(document.createElement(tag), attributes);
   node.append(...children.filter((child) => child != null));
   return node;
 }
-function svg(tag, attributes = {}, text) {
-  const node = document.createElementNS('http://www.w3.org/2000/svg', tag);
-  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+function svg(tag, attributes, text) {
+  const node = set(document.createElementNS('http://www.w3.org/2000/svg', tag), attributes);
   if (text != null) node.textContent = text;
   return node;
 }
@@ -99,7 +101,6 @@ const hideTip = () => {
 addEventListener('scroll', hideTip, {passive: true});
 
 // Figures are drawn for the width they have, and again when that changes.
-const figures = [];
 function figure(id, draw) {
   const node = at(id);
   let drawn = 0;
@@ -113,7 +114,6 @@ function figure(id, draw) {
   new ResizeObserver(() => {
     if (Math.floor(node.clientWidth) !== drawn) redraw();
   }).observe(node);
-  figures.push(redraw);
   redraw();
   return redraw;
 }
@@ -125,8 +125,46 @@ function legend(id, items) {
     return el('li', {}, swatch, name, value ? el('b', {}, value) : null);
   }));
 }
-function missing(id, text) {
-  at(id).replaceChildren(el('p', {class: 'missing'}, text));
+function missing(id, text, title) {
+  at(id).replaceChildren(
+      ...(title ? [el('h2', {}, title)] : []), el('p', {class: 'missing'}, text));
+}
+
+// ------------------------------------------------------------ Parts of a figure
+
+const drawing = (width, height, label) =>
+    svg('svg', {viewBox: `0 0 ${width} ${height}`, height, role: 'img', 'aria-label': label});
+const across = (x1, x2, y, attributes) => svg('line', {x1, x2, y1: y, y2: y, ...attributes});
+const upright = (x, y1, y2, attributes) => svg('line', {x1: x, x2: x, y1, y2, ...attributes});
+
+/** Lines at the values of the vertical axis, and their texts. */
+function gridOf(box, width, y, values, texts) {
+  return values.flatMap((value, i) => [
+    across(box.left, width - box.right, y(value), {class: 'grid'}),
+    svg('text', {x: box.left - 8, y: y(value) + 4, 'text-anchor': 'end'}, texts[i])
+  ]);
+}
+/**
+ * A line that follows the pointer, and further `marks`, over a plot. `place` is told where the
+ * pointer is, from 0 to 1, shows the tip, and returns the x of the line.
+ */
+function crosshair(root, box, width, h, marks, place) {
+  const inside = width - box.left - box.right;
+  const cross = svg('line', {class: 'cross', y1: box.top, y2: h - box.bottom});
+  const area = svg('rect', {x: box.left, y: 0, width: inside, height: h, fill: 'transparent'});
+  const show = (visibility) => [cross, ...marks].forEach((node) => set(node, {visibility}));
+  area.addEventListener('pointermove', (event) => {
+    const left = root.getBoundingClientRect().left + box.left;
+    const x = place(event, (event.clientX - left) / inside);
+    set(cross, {x1: x, x2: x});
+    show('visible');
+  });
+  area.addEventListener('pointerleave', () => {
+    hideTip();
+    show('hidden');
+  });
+  show('hidden');
+  root.append(cross, ...marks, area);
 }
 
 // ------------------------------------------------------------ Line charts
@@ -153,6 +191,9 @@ function smoothed(points) {
 }
 const path = (points, x, y) =>
     points.map(([a, b], i) => (i ? 'L' : 'M') + x(a).toFixed(1) + ' ' + y(b).toFixed(1)).join('');
+
+const dot = (one, place) =>
+    svg('circle', {fill: one.color, stroke: css('paper'), 'stroke-width': 1.5, ...place});
 
 /**
  * series: [{name, points, color, width, opacity, marks, smooth, format}]; levels: horizontal
@@ -182,36 +223,17 @@ function lineChart({series, levels = [], height, zero, format, axisFormat = form
         box.left + (x1 > x0 ? (v - x0) / (x1 - x0) : 0.5) * (width - box.left - box.right);
     const y = (v) =>
         h - box.bottom - (Math.min(v, hi) - lo) / (hi - lo) * (h - box.top - box.bottom);
-    const root =
-        svg('svg', {viewBox: `0 0 ${width} ${h}`, height: h, role: 'img', 'aria-label': label});
-    const levelsOfGrid = ticks(lo, hi, h < 190 ? 4 : 5);
-    const texts = axisTexts(levelsOfGrid, axisFormat);
-    levelsOfGrid.forEach((value, i) => {
-      root.append(
-          svg('line',
-              {class: 'grid', x1: box.left, x2: width - box.right, y1: y(value), y2: y(value)}));
-      root.append(svg('text', {x: box.left - 8, y: y(value) + 4, 'text-anchor': 'end'}, texts[i]));
-    });
-    root.append(svg('line', {
-      class: 'axis',
-      x1: box.left,
-      x2: width - box.right,
-      y1: h - box.bottom,
-      y2: h - box.bottom
-    }));
+    const root = drawing(width, h, label);
+    const values = ticks(lo, hi, h < 190 ? 4 : 5);
+    root.append(
+        ...gridOf(box, width, y, values, axisTexts(values, axisFormat)),
+        across(box.left, width - box.right, h - box.bottom, {class: 'axis'}));
     for (const value of ticks(x0, x1, width / 95).filter(Number.isInteger)) {
       root.append(svg('text', {x: x(value), y: h - 6, 'text-anchor': 'middle'}, digits(value, 0)));
     }
-    for (const level of levels) {
-      root.append(svg('line', {
-        stroke: css('faint'),
-        'stroke-dasharray': '5 4',
-        x1: box.left,
-        x2: width - box.right,
-        y1: y(level.value),
-        y2: y(level.value)
-      }));
-    }
+    const dashed = {stroke: css('faint'), 'stroke-dasharray': '5 4'};
+    for (const level of levels)
+      root.append(across(box.left, width - box.right, y(level.value), dashed));
     for (const one of series) {
       const shown = thinned(one.points, Math.floor(width * 1.5));
       const stroke =
@@ -223,35 +245,12 @@ function lineChart({series, levels = [], height, zero, format, axisFormat = form
       } else {
         root.append(svg('path', {...stroke, d: path(shown, x, y), 'stroke-width': 1.75}));
       }
-      if ((one.marks && one.points.length <= 40) || one.points.length === 1) {
-        for (const [a, b] of one.points) {
-          root.append(svg('circle', {
-            cx: x(a),
-            cy: y(b),
-            r: 3.5,
-            fill: one.color,
-            stroke: css('paper'),
-            'stroke-width': 1.5
-          }));
-        }
-      }
+      if ((one.marks && one.points.length <= 40) || one.points.length === 1)
+        root.append(...one.points.map(([a, b]) => dot(one, {cx: x(a), cy: y(b), r: 3.5})));
     }
-    const cross =
-        svg('line', {class: 'cross', y1: box.top, y2: h - box.bottom, visibility: 'hidden'});
-    const dots = series.map((one) => svg('circle', {
-                              r: 4,
-                              fill: one.color,
-                              stroke: css('paper'),
-                              'stroke-width': 1.5,
-                              visibility: 'hidden'
-                            }));
-    const area = svg(
-        'rect',
-        {x: box.left, y: 0, width: width - box.left - box.right, height: h, fill: 'transparent'});
-    area.addEventListener('pointermove', (event) => {
-      const left = root.getBoundingClientRect().left;
-      const step =
-          x0 + (event.clientX - left - box.left) / (width - box.left - box.right) * (x1 - x0);
+    const dots = series.map((one) => dot(one, {r: 4}));
+    crosshair(root, box, width, h, dots, (event, share) => {
+      const step = x0 + share * (x1 - x0);
       const nearest = (points) => {
         let low = 0, high = points.length - 1;
         while (high - low > 1) {
@@ -265,27 +264,17 @@ function lineChart({series, levels = [], height, zero, format, axisFormat = form
                                                                                     points[high];
       };
       const main = nearest(series[0].points);
-      cross.setAttribute('x1', x(main[0]));
-      cross.setAttribute('x2', x(main[0]));
-      cross.setAttribute('visibility', 'visible');
-      const rows = [];
-      series.forEach((one, i) => {
-        const point = i === 0 ? main : nearest(one.points);
-        dots[i].setAttribute('cx', x(point[0]));
-        dots[i].setAttribute('cy', y(point[1]));
-        dots[i].setAttribute('visibility', 'visible');
-        rows.push([
+      const rows = series.map((one, i) => {
+        const point = nearest(one.points);
+        set(dots[i], {cx: x(point[0]), cy: y(point[1])});
+        return [
           one.name + (point[0] === main[0] ? '' : ` (step ${digits(point[0], 0)})`),
           (one.format || format)(point[1])
-        ]);
+        ];
       });
       showTip(event, `Step ${digits(main[0], 0)}`, rows);
+      return x(main[0]);
     });
-    area.addEventListener('pointerleave', () => {
-      hideTip();
-      for (const node of [cross, ...dots]) node.setAttribute('visibility', 'hidden');
-    });
-    root.append(cross, ...dots, area);
     return root;
   };
 }

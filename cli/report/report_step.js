@@ -2,43 +2,16 @@
 
 // ------------------------------------------------------------ One step
 
+// The names of categories in the trace are names of colours, too, but for some.
 const kActivities = ['forward', 'backward', 'optimizer', 'sharding', 'user', 'other'];
-const activityColor = {
-  forward: 'forward',
-  backward: 'backward',
-  optimizer: 'optimizer',
-  sharding: 'sharding',
-  user: 'user',
-  other: 'idle'
-};
-const activityName = {
-  forward: 'forward',
-  backward: 'backward',
-  optimizer: 'optimizer',
-  sharding: 'copies of shards',
-  user: 'own ranges',
-  other: 'other'
-};
+const activityColor = (cat) => (cat === 'other' ? 'idle' : cat);
+const activityName = (cat) => ({sharding: 'copies of shards', user: 'own ranges'}[cat] || cat);
 const kCollectives = ['all_gather', 'reduce_scatter', 'all_reduce'];
-const collectiveColor = {
-  all_gather: 'all-gather',
-  reduce_scatter: 'reduce-scatter',
-  all_reduce: 'all-reduce'
-};
 const spoken = (op) => op.replaceAll('_', '-');
 
-/**
- * The step of middle length, of those that are not the first: {step, ranks: [{rank, begin, end,
- * slices, ...}]}.
- */
+/** The step that the events are of: {step, ranks: [{rank, begin, end, slices, ...}]}. */
 function oneStep(events) {
-  const whole = events.filter((event) => event.ph === 'X' && event.cat === 'step');
-  const first = Math.min(...whole.map((event) => event.pid));
-  const mine = whole.filter((event) => event.pid === first);
-  if (mine.length === 0) return null;
-  const choice = mine.length > 2 ? mine.slice(1) : mine;
-  const step = [...choice].sort((a, b) => a.dur - b.dur)[(choice.length - 1) >> 1].args.step;
-  const same = whole.filter((event) => event.args.step === step).sort((a, b) => a.pid - b.pid);
+  const same = events.filter((event) => event.cat === 'step').sort((a, b) => a.pid - b.pid);
   const begin = Math.min(...same.map((event) => event.ts));
   const end = Math.max(...same.map((event) => event.ts + event.dur));
   const byRank = new Map(same.map((event) => [event.pid, {
@@ -50,7 +23,7 @@ function oneStep(events) {
                                     collectives: [],
                                     memory: []
                                   }]));
-  let before = new Map();  // the last count of memory before the step
+  const before = new Map();  // the last count of memory before the step
   for (const event of events) {
     const rank = byRank.get(event.pid);
     if (!rank) continue;
@@ -64,20 +37,19 @@ function oneStep(events) {
     if (event.ph !== 'X' || event.cat === 'step' || from + event.dur <= rank.begin ||
         from >= rank.end)
       continue;
-    const slice = {
+    const list = event.cat === 'waiting' ? 'waits' :
+        kActivities.includes(event.cat)  ? 'slices' :
+                                           'collectives';
+    rank[list].push({
       begin: Math.max(from, rank.begin),
       end: Math.min(from + event.dur, rank.end),
       name: event.name,
       cat: event.cat,
       args: event.args || {}
-    };
-    (event.cat === 'waiting'             ? rank.waits :
-         kActivities.includes(event.cat) ? rank.slices :
-                                           rank.collectives)
-        .push(slice);
+    });
   }
   for (const [rank, sample] of before) rank.memory.unshift(sample);
-  return {step, length: end - begin, ranks: [...byRank.values()]};
+  return {step: same[0].args.step, length: end - begin, ranks: [...byRank.values()]};
 }
 
 function lanesOf(collectives) {
@@ -92,15 +64,16 @@ function lanesOf(collectives) {
 }
 
 function timeline(one) {
-  const total = (rank, cat) => rank.slices.filter((slice) => slice.cat === cat)
-                                   .reduce((sum, slice) => sum + slice.end - slice.begin, 0);
-  const waited = (rank) => rank.waits.reduce((sum, wait) => sum + wait.end - wait.begin, 0);
+  const lengths = (slices) => slices.reduce((sum, slice) => sum + slice.end - slice.begin, 0);
+  const total = (rank, cat) => lengths(rank.slices.filter((slice) => slice.cat === cat));
+  const waited = (rank) => lengths(rank.waits);
   const share = (f) => percent(mean(one.ranks.map((rank) => f(rank) / (rank.end - rank.begin))));
   const used = kActivities.filter((cat) => one.ranks.some((rank) => total(rank, cat) > 0));
-  const kinds = kCollectives.filter(
-      (kind) => one.ranks.some((rank) => rank.collectives.some((each) => each.cat === kind)));
-  const more =
-      one.ranks.some((rank) => rank.collectives.some((each) => !kCollectives.includes(each.cat)));
+  const of = (rank, row) => rank.collectives.filter(
+      (each) => row === 'more' ? !kCollectives.includes(each.cat) : each.cat === row);
+  const rows = [...kCollectives, 'more'].filter(
+      (row) => one.ranks.some((rank) => of(rank, row).length > 0));
+  const rowColor = (row) => (row === 'more' ? 'collective' : spoken(row));
 
   at('timeline-title').textContent = `Step ${digits(one.step, 0)}, drawn to scale`;
   at('timeline-lede').textContent =
@@ -109,18 +82,16 @@ function timeline(one) {
       'work goes on meanwhile, solid where the rank waits for them.';
   legend('timeline-legend', [
     ...used.map((cat) => ({
-                  color: css(activityColor[cat]),
-                  name: activityName[cat],
+                  color: css(activityColor(cat)),
+                  name: activityName(cat),
                   value: share((rank) => total(rank, cat))
                 })),
     {color: css('waiting'), name: 'waiting', value: share(waited)}, {},
-    ...kinds.map((kind) => ({color: css(collectiveColor[kind]), name: spoken(kind)})),
-    ...(more ? [{color: css('collective'), name: 'other collectives'}] : [])
+    ...rows.map(
+        (row) =>
+            ({color: css(rowColor(row)), name: row === 'more' ? 'other collectives' : spoken(row)}))
   ]);
 
-  const rows = [...kinds, ...(more ? ['more'] : [])];
-  const of = (rank, row) => rank.collectives.filter(
-      (each) => row === 'more' ? !kCollectives.includes(each.cat) : each.cat === row);
   const depth = {};
   for (const row of rows)
     depth[row] = Math.min(3, Math.max(...one.ranks.map((rank) => lanesOf(of(rank, row)))));
@@ -136,12 +107,7 @@ function timeline(one) {
     const height = head + band + rows.reduce((sum, row) => sum + gap + depth[row] * (thin + 1), 0);
     const h = 8 + shown.length * (height + between) + 20;
     const x = (t) => left + (t - view[0]) / (view[1] - view[0]) * (width - left - right);
-    const root = svg('svg', {
-      viewBox: `0 0 ${width} ${h}`,
-      height: h,
-      role: 'img',
-      'aria-label': 'Timeline of one step on every rank'
-    });
+    const root = drawing(width, h, 'Timeline of one step on every rank');
     const clip = svg('clipPath', {id: 'plot'});
     clip.append(svg('rect', {x: left, y: 0, width: width - left - right, height: h}));
     root.append(clip);
@@ -149,13 +115,12 @@ function timeline(one) {
     const times = ticks(view[0], view[1], width / 120);
     axisTexts(times, milliseconds).forEach((text, i) => {
       const here = x(times[i]);
-      root.append(svg('line', {class: 'grid', x1: here, x2: here, y1: 0, y2: bottom}));
+      root.append(upright(here, 0, bottom, {class: 'grid'}));
       const anchor = here < left + 20 ? 'start' : here > width - 20 ? 'end' : 'middle';
       root.append(svg('text', {x: here, y: h - 5, 'text-anchor': anchor}, text));
     });
     const plot = svg('g', {'clip-path': 'url(#plot)'});
-    const boxes = [];
-    const bar = (each, y, size, color, opacity, title, rowsOf) => {
+    const bar = (each, y, size, color, opacity, title, about) => {
       if (each.end < view[0] || each.begin > view[1]) return;
       const wide = Math.max(x(each.end) - x(each.begin), 0.6);
       // A hairline of paper between neighbours, where there is room for one.
@@ -168,9 +133,8 @@ function timeline(one) {
         rx: wide > 6 ? 1.5 : 0
       });
       if (opacity !== 1) node.style.opacity = opacity;
-      node.tip = () => [title, rowsOf()];
+      node.tip = () => [title, about()];
       plot.append(node);
-      boxes.push(node);
     };
     shown.forEach((rank, i) => {
       const top = 4 + i * (height + between);
@@ -183,25 +147,22 @@ function timeline(one) {
         root.append(svg('text', {class: 'strong', x: 0, y: top + 15}, `rank ${rank.rank}`));
       }
       let y = top + head;
+      const inBand = (each, color, title) => bar(
+          each, y, band, color, 1, title,
+          () => [
+              ['rank', String(rank.rank)], ['from', ms(each.begin)],
+              ['length', ms(each.end - each.begin)]]);
       for (const slice of rank.slices) {
-        bar(slice, y, band, activityColor[slice.cat], 1,
-            `${activityName[slice.cat]} ${slice.cat === 'other' ? '' : slice.name}`.trim(),
-            () => [
-                ['rank', String(rank.rank)], ['from', ms(slice.begin)],
-                ['length', ms(slice.end - slice.begin)]]);
+        const name = slice.cat === 'other' ? '' : ' ' + slice.name;
+        inBand(slice, activityColor(slice.cat), activityName(slice.cat) + name);
       }
-      for (const wait of rank.waits) {
-        bar(wait, y, band, 'waiting', 1, `waiting for ${spoken(wait.name)}`,
-            () => [
-                ['rank', String(rank.rank)], ['from', ms(wait.begin)],
-                ['length', ms(wait.end - wait.begin)]]);
-      }
+      for (const wait of rank.waits) inBand(wait, 'waiting', `waiting for ${spoken(wait.name)}`);
       y += band;
       for (const row of rows) {
         y += gap;
         for (const each of of (rank, row)) {
           if (each.lane >= depth[row]) continue;
-          const color = collectiveColor[row] || 'collective';
+          const color = rowColor(row);
           const place = y + each.lane * (thin + 1);
           const about = () => [
               ['rank', String(rank.rank)], ['bytes', bytes(each.args.bytes || 0)],
@@ -236,9 +197,11 @@ function timeline(one) {
       if (from != null && Math.abs(event.clientX - from) > 3) {
         hideTip();
         const base = root.getBoundingClientRect().left;
-        choice.setAttribute('x', Math.min(from, event.clientX) - base);
-        choice.setAttribute('width', Math.abs(event.clientX - from));
-        choice.setAttribute('visibility', 'visible');
+        set(choice, {
+          x: Math.min(from, event.clientX) - base,
+          width: Math.abs(event.clientX - from),
+          visibility: 'visible'
+        });
       } else if (event.target.tip) {
         showTip(event, ...event.target.tip());
       } else {
@@ -249,44 +212,31 @@ function timeline(one) {
       if (from != null && Math.abs(event.clientX - from) > 6) {
         const a = time({clientX: from}), b = time(event);
         const next = [Math.max(0, Math.min(a, b)), Math.min(one.length, Math.max(a, b))];
-        if (next[1] - next[0] > 1) {
-          view = next;
-          from = null;
-          tools();
-          redraw();
-          return;
-        }
+        if (next[1] - next[0] > 1) return show(next, most);
       }
       from = null;
-      choice.setAttribute('visibility', 'hidden');
+      set(choice, {visibility: 'hidden'});
     };
     root.addEventListener('pointerup', finish);
     root.addEventListener('pointerleave', (event) => {
       hideTip();
       if (from != null) finish(event);
     });
-    root.addEventListener('dblclick', () => {
-      view = [0, one.length];
-      tools();
-      redraw();
-    });
+    root.addEventListener('dblclick', () => show([0, one.length], most));
     return root;
   };
-  let redraw = () => {};
+  const show = (times, ranks) => {
+    view = times;
+    most = ranks;
+    tools();
+    redraw();
+  };
   function tools() {
     const zoomed = view[1] - view[0] < one.length;
     const whole = el('button', {type: 'button'}, 'Whole step');
-    whole.onclick = () => {
-      view = [0, one.length];
-      tools();
-      redraw();
-    };
+    whole.onclick = () => show([0, one.length], most);
     const all = el('button', {type: 'button'}, `Show all ${one.ranks.length} ranks`);
-    all.onclick = () => {
-      most = Infinity;
-      tools();
-      redraw();
-    };
+    all.onclick = () => show(view, Infinity);
     at('timeline-tools')
         .replaceChildren(
             ...(zoomed ? [whole, el('span', {}, `${ms(view[0])} to ${ms(view[1])}`)] :
@@ -296,45 +246,33 @@ function timeline(one) {
             ...(one.ranks.length > most ? [all] : []));
   }
   tools();
-  redraw = figure('timeline', draw);
+  const redraw = figure('timeline', draw);
 
-  const table =
-      el('table', {},
-         el('thead', {},
-            el('tr', {},
-               ...['', 'step', ...used.map((cat) => activityName[cat]), 'waiting'].map(
-                   (name) =>
-                       el('th',
-                          ['step', 'copies of shards', 'other', 'own ranges'].includes(name) ?
-                              {class: 'optional'} :
-                              {},
-                          name)))));
-  const body = el('tbody');
-  for (const rank of one.ranks.slice(0, 16)) {
-    body.append(
-        el('tr', {}, el('td', {}, `rank ${rank.rank}`),
-           el('td', {class: 'optional'}, ms(rank.end - rank.begin)),
-           ...used.map(
-               (cat) =>
-                   el('td', ['sharding', 'other', 'user'].includes(cat) ? {class: 'optional'} : {},
-                      ms(total(rank, cat)))),
-           el('td', {}, ms(waited(rank)))));
-  }
-  table.append(body);
-  at('times').replaceChildren(table);
+  // Narrow windows leave out the columns of `optional`.
+  const optional = (cat) => (['sharding', 'other', 'user'].includes(cat) ? {class: 'optional'} : {});
+  const head = [
+    el('th'), el('th', {class: 'optional'}, 'step'),
+    ...used.map((cat) => el('th', optional(cat), activityName(cat))), el('th', {}, 'waiting')
+  ];
+  const body = one.ranks.slice(0, 16).map(
+      (rank) =>
+          el('tr', {}, el('td', {}, `rank ${rank.rank}`),
+             el('td', {class: 'optional'}, ms(rank.end - rank.begin)),
+             ...used.map((cat) => el('td', optional(cat), ms(total(rank, cat)))),
+             el('td', {}, ms(waited(rank)))));
+  at('times').replaceChildren(
+      el('table', {}, el('thead', {}, el('tr', {}, ...head)), el('tbody', {}, ...body)));
 }
 
 // ------------------------------------------------------------ Memory
 
 const kCategories =
     ['shards', 'gradients', 'other', 'gathered', 'communication'];  // from below: what stays, first
-const categoryName = {
-  shards: 'shards',
+const categoryName = (name) => ({
   gathered: 'gathered parameters',
-  gradients: 'gradients',
   communication: 'communication buffers',
   other: 'activations, optimizer, rest'
-};
+}[name] || name);
 
 function memory(one) {
   const ranks = one.ranks.filter((rank) => rank.memory.length > 1);
@@ -355,7 +293,7 @@ function memory(one) {
         'memory-legend',
         [...kCategories].reverse().map((name) => ({
                                          color: css(name),
-                                         name: categoryName[name],
+                                         name: categoryName(name),
                                          value: bytes(highest((sample) => sample[name] || 0))
                                        })));
   };
@@ -364,23 +302,10 @@ function memory(one) {
     const box = {left: narrow ? 52 : 58, right: 1, top: 8, bottom: 24}, h = narrow ? 220 : 270;
     const x = (t) => box.left + t / one.length * (width - box.left - box.right);
     const y = (v) => h - box.bottom - v / top * (h - box.top - box.bottom);
-    const root = svg('svg', {
-      viewBox: `0 0 ${width} ${h}`,
-      height: h,
-      role: 'img',
-      'aria-label': 'Memory by category over one step'
-    });
+    const root = drawing(width, h, 'Memory by category over one step');
     const levels = byteTicks(top, 4);
-    axisTexts(levels, (v) => bytes(v).replace(/\.0+(?= )/, '')).forEach((text, i) => {
-      root.append(svg('line', {
-        class: 'grid',
-        x1: box.left,
-        x2: width - box.right,
-        y1: y(levels[i]),
-        y2: y(levels[i])
-      }));
-      root.append(svg('text', {x: box.left - 8, y: y(levels[i]) + 4, 'text-anchor': 'end'}, text));
-    });
+    const texts = axisTexts(levels, (v) => bytes(v).replace(/\.0+(?= )/, ''));
+    root.append(...gridOf(box, width, y, levels, texts));
     // A step function: a count holds until the next.
     const base = chosen.memory.map(() => 0);
     for (const name of kCategories) {
@@ -399,45 +324,26 @@ function memory(one) {
         'data-category': name
       }));
     }
-    root.append(svg('line', {
-      class: 'axis',
-      x1: box.left,
-      x2: width - box.right,
-      y1: h - box.bottom,
-      y2: h - box.bottom
-    }));
+    root.append(across(box.left, width - box.right, h - box.bottom, {class: 'axis'}));
     const times = ticks(0, one.length, width / 120);
     axisTexts(times, milliseconds).forEach((text, i) => {
       const anchor = x(times[i]) > width - 20 ? 'end' : 'middle';
       root.append(svg('text', {x: x(times[i]), y: h - 6, 'text-anchor': anchor}, text));
     });
-    const cross =
-        svg('line', {class: 'cross', y1: box.top, y2: h - box.bottom, visibility: 'hidden'});
-    const area = svg(
-        'rect',
-        {x: box.left, y: 0, width: width - box.left - box.right, height: h, fill: 'transparent'});
-    area.addEventListener('pointermove', (event) => {
-      const t = (event.clientX - root.getBoundingClientRect().left - box.left) /
-          (width - box.left - box.right) * one.length;
+    crosshair(root, box, width, h, [], (event, share) => {
+      const t = share * one.length;
       const sample = chosen.memory.filter(([when]) => when <= t).pop() || chosen.memory[0];
       const doing = chosen.slices.find((slice) => slice.begin <= t && t < slice.end);
-      cross.setAttribute('x1', x(t));
-      cross.setAttribute('x2', x(t));
-      cross.setAttribute('visibility', 'visible');
       showTip(
           event,
           ms(t) +
-              (doing && doing.cat !== 'other' ? ` · ${activityName[doing.cat]} ${doing.name}` : ''),
+              (doing && doing.cat !== 'other' ? ` · ${activityName(doing.cat)} ${doing.name}` : ''),
           [...kCategories]
               .reverse()
-              .map((name) => [categoryName[name], bytes(sample[1][name] || 0)])
+              .map((name) => [categoryName(name), bytes(sample[1][name] || 0)])
               .concat([['all', bytes(sum(sample[1]))]]));
+      return x(t);
     });
-    area.addEventListener('pointerleave', () => {
-      hideTip();
-      cross.setAttribute('visibility', 'hidden');
-    });
-    root.append(cross, area);
     return root;
   });
   const buttons = ranks.slice(0, 32).map((rank) => {

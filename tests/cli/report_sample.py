@@ -1,6 +1,6 @@
 """A made-up run folder in the formats of docs/run_folder.md, the same every time.
 
-    report_sample.py FOLDER [--page]   --page: also report.html, without the tool
+    report_sample.py FOLDER
 """
 
 import json
@@ -9,8 +9,6 @@ import pathlib
 import random
 import sys
 
-CLI = pathlib.Path(__file__).resolve().parents[2] / "cli"
-SCRIPTS = ("report_chart.js", "report_step.js", "report.js")
 RANKS, LAYERS, DIM, STEPS, TRACED = 4, 6, 256, 200, (21, 22, 23)
 TOKENS = 32 * 128
 MIB = 1 << 20
@@ -167,11 +165,10 @@ def trace():
 
 
 CONFIG = {
-    "name": "headers-4x", "ranks": RANKS,
-    "mesh": "dp=2,shard=2", "steps": STEPS, "batch": 32, "context": 128, "seed": 1, "lr": 2e-3,
-    "model": {"parameters": LAYERS * LAYER_NUMEL + ROOT_NUMEL, "dim": DIM, "layers": LAYERS,
-              "heads": 8, "kv_heads": 4, "hidden": 704},
-    "param_dtype": "float32", "reshard_after_forward": "auto", "clip": 1.0, "data": "LibTorch's C++ headers",
+    "vocab": 256, "dim": DIM, "layers": LAYERS, "heads": 8, "kv-heads": 4, "hidden": 704,
+    "context": 128, "batch": 32, "seed": 1, "steps": STEPS, "lr": 2e-3, "clip": 1.0,
+    "param-dtype": "fp32", "betas": [0.9, 0.95], "data": "/text",
+    "mesh": "dp=2,shard=2", "reshard-after-forward": "auto",
 }
 
 
@@ -184,23 +181,5 @@ def write(folder):
     (folder / "trace.json").write_text(json.dumps(trace()) + "\n")
 
 
-def page(folder):
-    """What `fsdp report` makes, but for the choice of one step."""
-    data = {
-        "name": folder.name,
-        "config": json.loads((folder / "config.json").read_text()),
-        "metrics": [json.loads(line) for line in (folder / "metrics.jsonl").open()],
-        "groups": json.loads((folder / "groups.json").read_text()),
-        "trace": json.loads((folder / "trace.json").read_text())["traceEvents"],
-    }
-    text = (CLI / "report.html.in").read_text()
-    text = text.replace("@REPORT_SCRIPT@", "".join((CLI / name).read_text() for name in SCRIPTS))
-    text = text.replace("@REPORT_DATA@", json.dumps(data).replace("<", "\\u003c"))
-    (folder / "report.html").write_text(text)
-
-
 if __name__ == "__main__":
-    target = pathlib.Path(sys.argv[1])
-    write(target)
-    if "--page" in sys.argv:
-        page(target)
+    write(pathlib.Path(sys.argv[1]))
