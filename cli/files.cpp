@@ -7,8 +7,14 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
+#include <iterator>
 #include <memory>
+
+#include <c10/util/StringUtil.h>
+
+#include <fsdp/error.h>
 
 namespace fsdp::cli {
 
@@ -42,19 +48,47 @@ std::string find_in_path(const std::string& program) {
   return "";
 }
 
-bool replace_file(const std::filesystem::path& path, const std::string& text) {
+std::optional<std::string> read_file(const std::filesystem::path& path) {
+  errno = 0;
+  std::ifstream file(path, std::ios::binary);
+  try {
+    std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+    return file.is_open() ? std::optional(std::move(text)) : std::nullopt;
+  } catch (const std::exception&) { // a folder can be opened, but not read
+    return std::nullopt;
+  }
+}
+
+void write_file(const std::filesystem::path& path, const std::string& text) {
   const auto aside = path.string() + ".new";
   std::ofstream file(aside, std::ios::binary | std::ios::trunc);
   file << text << std::flush;
   const bool written = file.good();
   file.close();
-  if (written && std::rename(aside.c_str(), path.c_str()) == 0) {
-    return true;
+  if (!written || std::rename(aside.c_str(), path.c_str()) != 0) {
+    const int error = errno;
+    unlink(aside.c_str()); // a partial file only takes space
+    errno = error;
+    throw_cannot_write(path);
   }
-  const int error = errno;
-  unlink(aside.c_str()); // a partial file only takes space
-  errno = error;
-  return false;
+}
+
+void throw_cannot_write(const std::filesystem::path& path) {
+  throw CheckpointError(
+      {__func__, __FILE__, __LINE__},
+      c10::str(path.string(), " cannot be written: ", std::strerror(errno)));
+}
+
+void make_folders(const std::filesystem::path& folder) {
+  if (folder.empty() || is_folder(folder)) {
+    return;
+  }
+  make_folders(folder.parent_path());
+  if (mkdir(folder.c_str(), 0777) != 0 && !is_folder(folder)) {
+    throw CheckpointError(
+        {__func__, __FILE__, __LINE__},
+        c10::str("cannot make the folder ", folder.string(), ": ", std::strerror(errno)));
+  }
 }
 
 } // namespace fsdp::cli

@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <map>
 #include <set>
 #include <sstream>
@@ -39,12 +37,9 @@ const std::map<std::string, std::set<std::string>> kContradictedOptions{
 
 std::string read(const std::string& path) {
   check_config(!is_folder(path), "--config: ", path, " is a folder, not a file");
-  errno = 0;
-  std::ifstream file(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  check_config(
-      file.is_open() && !file.bad(), "--config: ", path, " cannot be read: ", std::strerror(errno));
-  return text;
+  const auto text = read_file(path);
+  check_config(text.has_value(), "--config: ", path, " cannot be read: ", std::strerror(errno));
+  return *text;
 }
 
 /// Returns "--name" for "--name=value". Empty if the word is not an option.

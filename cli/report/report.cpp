@@ -3,12 +3,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include <sys/stat.h>
-
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
-#include <fstream>
+#include <cerrno>
 #include <iostream>
 #include <iterator>
 #include <map>
@@ -23,9 +19,9 @@
 #include <fsdp/version.h>
 
 #include "cli/check.h"
+#include "cli/command.h"
 #include "cli/files.h"
 #include "cli/report/report_page.h"
-#include "cli/train/metrics.h"
 
 namespace fsdp::cli {
 
@@ -37,22 +33,11 @@ namespace fs = std::filesystem;
 // The most steps on the page. Of a longer run it shows every second, third, ... step.
 constexpr size_t kMostSteps = 20'000;
 
-// Without std::filesystem: one supported torch exports broken copies of some of its functions.
-bool is_there(const fs::path& path) {
-  struct stat info{};
-  return stat(path.c_str(), &info) == 0;
-}
-
+/// Nothing if there is no such file. Throws ConfigError if it cannot be read.
 std::optional<std::string> read_text(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) {
-    check_config(!is_there(path), "cannot read ", path.string());
-    return {};
-  }
-  std::ostringstream text;
-  text << file.rdbuf();
-  check_config(file.good() || file.eof(), "cannot read ", path.string());
-  return std::move(text).str();
+  auto text = read_file(path);
+  check_config(text || errno == ENOENT, "cannot read ", path.string());
+  return text;
 }
 
 void warn(const std::string& what) {
@@ -155,23 +140,17 @@ double end_of(const Json& slice) {
 }
 
 /// Chooses the step of median length on the lowest rank. If there are more than two, the first one
-/// does not count, because it prepares things. The script of the page chooses in the same way.
-std::optional<int64_t> choose_step(const std::vector<Json>& steps) {
+/// does not count, because it prepares things.
+int64_t choose_step(std::vector<Json> steps) {
   const auto rank_of = [](const Json& step) { return step.at("pid").get<int64_t>(); };
-  const auto first = std::ranges::min_element(steps, {}, rank_of);
-  std::vector<std::pair<double, int64_t>> lengths;
-  for (const auto& step : steps) {
-    if (rank_of(step) == rank_of(*first)) {
-      lengths.emplace_back(step.at("dur").get<double>(), step.at("args").at("step").get<int64_t>());
-    }
+  const auto lowest = rank_of(*std::ranges::min_element(steps, {}, rank_of));
+  std::erase_if(steps, [&](const Json& step) { return rank_of(step) != lowest; });
+  if (steps.size() > 2) {
+    steps.erase(steps.begin());
   }
-  if (lengths.size() > 2) {
-    lengths.erase(lengths.begin());
-  }
-  std::stable_sort(lengths.begin(), lengths.end(), [](const auto& a, const auto& b) {
-    return a.first < b.first;
-  });
-  return lengths.empty() ? std::nullopt : std::optional(lengths[(lengths.size() - 1) / 2].second);
+  std::ranges::stable_sort(
+      steps, {}, [](const Json& step) { return step.at("dur").get<double>(); });
+  return steps[(steps.size() - 1) / 2].at("args").at("step");
 }
 
 /// The events of one step of a trace. Null if the trace has no step.
@@ -184,11 +163,11 @@ Json events_of_one_step(const Json& trace) {
   std::copy_if(events.begin(), events.end(), std::back_inserter(steps), [](const auto& event) {
     return is_slice(event) && event.value("cat", "") == "step";
   });
-  const auto chosen = choose_step(steps);
-  if (!chosen) {
+  if (steps.empty()) {
     return nullptr;
   }
-  std::erase_if(steps, [&](const auto& step) { return step.at("args").at("step") != *chosen; });
+  const auto chosen = choose_step(steps);
+  std::erase_if(steps, [&](const auto& step) { return step.at("args").at("step") != chosen; });
   double begin = steps[0].at("ts");
   double end = end_of(steps[0]);
   for (const auto& step : steps) {
@@ -239,7 +218,7 @@ std::string script_text(const Json& json) {
 } // namespace
 
 fs::path write_report(const fs::path& run) {
-  check_config(is_there(run), "there is no folder ", run.string());
+  check_config(is_folder(run), "there is no folder ", run.string());
   auto metrics = read_metrics(run / kMetricsFile);
   const Json data{
       {"name", fs::path(real_path(run.string())).filename().string()},
@@ -254,6 +233,18 @@ fs::path write_report(const fs::path& run) {
   const auto path = run / kReportFile;
   write_file(path, page);
   return path;
+}
+
+void add_report(CLI::App& app, Action& action) {
+  auto* command = app.add_subcommand("report", "Make a page about a training run");
+  auto run = std::make_shared<std::string>();
+  command->add_option("folder", *run, "The run's folder, e.g. runs/<name>")->required();
+  command->callback([run, &action] {
+    action = [run] {
+      std::cout << write_report(*run).string() << std::endl;
+      return 0;
+    };
+  });
 }
 
 } // namespace fsdp::cli

@@ -1,8 +1,8 @@
 #include "cli/train/corpus.h"
 
 #include <dlfcn.h>
-#include <sys/stat.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -12,8 +12,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <memory>
 #include <utility>
 #include <vector>
 
@@ -27,17 +25,6 @@ namespace {
 
 constexpr int64_t kHeldOutEvery = 20;
 constexpr int64_t kLongestBlock = 64 << 10;
-
-enum class Kind { File, Folder, Other, Missing };
-
-// Without std::filesystem: one supported torch exports broken copies of some of its functions.
-Kind kind_of(const std::string& path) {
-  struct stat info{};
-  if (stat(path.c_str(), &info) != 0) {
-    return Kind::Missing;
-  }
-  return S_ISREG(info.st_mode) ? Kind::File : S_ISDIR(info.st_mode) ? Kind::Folder : Kind::Other;
-}
 
 /// Returns true for a folder that `fsdp train` wrote. Such folders are not part of the text: it
 /// would change with every run, and a resumed run needs the same text.
@@ -60,10 +47,12 @@ std::vector<std::string> files_below(const std::string& folder) {
   for (const auto& name : names) {
     const auto path = folder + "/" + name;
     const bool is_link = std::filesystem::is_symlink(path); // links to folders may form a cycle
-    const auto kind = name[0] == '.' ? Kind::Other : kind_of(path);
-    if (kind == Kind::File) {
+    if (name[0] == '.') {
+      continue;
+    }
+    if (is_file(path)) {
       files.push_back(path);
-    } else if (kind == Kind::Folder && !is_link && !is_run_folder(path)) {
+    } else if (is_folder(path) && !is_link && !is_run_folder(path)) {
       const auto more = files_below(path);
       files.insert(files.end(), more.begin(), more.end());
     }
@@ -71,21 +60,17 @@ std::vector<std::string> files_below(const std::string& folder) {
   return files;
 }
 
-std::string read_file(const std::string& path) {
-  errno = 0;
-  std::ifstream stream(path, std::ios::binary);
-  std::string text{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
-  check_config(
-      stream.is_open() && !stream.bad(), "--data: ", path,
-      " cannot be read: ", std::strerror(errno));
-  return text;
+std::string read_text(const std::string& path) {
+  auto text = read_file(path);
+  check_config(text.has_value(), "--data: ", path, " cannot be read: ", std::strerror(errno));
+  return std::move(*text);
 }
 
 Corpus read_folder(const std::string& folder, const std::string& name) {
   std::string text;
   int64_t num_files = 0;
   for (const auto& path : files_below(folder)) {
-    const auto more = read_file(path);
+    const auto more = read_text(path);
     if (more.find('\0') == std::string::npos) {
       text += more;
       ++num_files;
@@ -132,15 +117,17 @@ std::array<double, 256> count_bytes(const std::string& text) {
 } // namespace
 
 Corpus Corpus::read(const std::string& path) {
-  const auto kind = kind_of(path);
-  check_config(kind != Kind::Missing, "--data: there is no file or folder ", path);
-  check_config(kind != Kind::Other, "--data: ", path, " is neither a file nor a folder");
-  return kind == Kind::Folder ? read_folder(path, path) : Corpus(read_file(path), path);
+  check_config(access(path.c_str(), F_OK) == 0, "--data: there is no file or folder ", path);
+  if (is_folder(path)) {
+    return read_folder(path, path);
+  }
+  check_config(is_file(path), "--data: ", path, " is neither a file nor a folder");
+  return Corpus(read_text(path), path);
 }
 
 Corpus Corpus::libtorch_headers() {
   for (const auto& folder : {loaded_headers(), std::string(FSDP_TORCH_INCLUDE)}) {
-    if (kind_of(folder + "/ATen") == Kind::Folder) {
+    if (is_folder(folder + "/ATen")) {
       return read_folder(folder, "LibTorch's C++ headers");
     }
   }

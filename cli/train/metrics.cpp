@@ -1,13 +1,6 @@
 #include "cli/train/metrics.h"
 
-#include <fsdp/error.h>
-
-#include <cerrno>
 #include <cmath>
-#include <cstdio>
-#include <cstring>
-
-#include <c10/util/StringUtil.h>
 
 #include "cli/files.h"
 
@@ -20,13 +13,6 @@ using Json = nlohmann::ordered_json;
 /// The value, or null if it is not finite: JSON has no NaN.
 Json number(double value) {
   return std::isfinite(value) ? Json(value) : Json();
-}
-
-[[noreturn]] void fail(const std::filesystem::path& path) {
-  const int error = errno;
-  throw CheckpointError(
-      {__func__, __FILE__, __LINE__},
-      c10::str(path.string(), " cannot be written: ", std::strerror(error)));
 }
 
 } // namespace
@@ -97,13 +83,7 @@ void MetricsFile::add(const Json& line) {
 
 void MetricsFile::check() const {
   if (!file_) {
-    fail(path_);
-  }
-}
-
-void write_file(const std::filesystem::path& path, const std::string& text) {
-  if (!replace_file(path, text)) {
-    fail(path);
+    throw_cannot_write(path_);
   }
 }
 

@@ -66,7 +66,4 @@ class MetricsFile {
   std::ofstream file_;
 };
 
-/// Replaces a small file atomically, see `replace_file`. Throws CheckpointError if that fails.
-void write_file(const std::filesystem::path& path, const std::string& text);
-
 } // namespace fsdp::cli

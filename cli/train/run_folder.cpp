@@ -3,7 +3,6 @@
 #include <sys/stat.h>
 
 #include <cerrno>
-#include <cstring>
 #include <ctime>
 #include <iostream>
 
@@ -28,23 +27,6 @@ std::string from_first_rank(std::string text, const std::string& device) {
   default_group().broadcast(shared, 0);
   bytes.copy_(shared);
   return text.c_str();
-}
-
-/// Makes a folder and all folders above it. Without std::filesystem, see cli/files.h.
-void make_folders(const std::string& path) {
-  for (size_t end = path.find('/', 1);; end = path.find('/', end + 1)) {
-    const auto part = path.substr(0, end);
-    const bool made = mkdir(part.c_str(), 0777) == 0;
-    const int error = errno;
-    if (!made && !is_folder(part)) {
-      throw CheckpointError(
-          {__func__, __FILE__, __LINE__},
-          c10::str("cannot make the folder ", part, ": ", std::strerror(error)));
-    }
-    if (end == std::string::npos) {
-      return;
-    }
-  }
 }
 
 /// Makes runs/<date and time> on rank 0 and returns its path on every rank. If that folder exists,
