@@ -4,15 +4,11 @@
 
 #include <algorithm>
 
+#include <fsdp/meta_init.h>
+
 namespace fsdp::cli {
 
 namespace {
-
-/// The size of a weight: the number of rows, and the elements in a row.
-struct Matrix {
-  int64_t rows = 0;
-  int64_t row = 1;
-};
 
 int64_t rounded_up(int64_t value, int64_t unit) {
   return (value + unit - 1) / unit * unit;
@@ -22,46 +18,41 @@ int64_t bytes_of(const std::string& dtype) {
   return static_cast<int64_t>(c10::elementSize(dtype_of(dtype)));
 }
 
-/// The parts of a block's weights that one rank has under tensor parallelism.
-std::vector<Matrix> block_weights(const ModelDims& dims, int64_t tensor) {
-  const auto query = dims.heads * dims.head_dim() / tensor;
-  const auto key = dims.kv_heads * dims.head_dim() / tensor;
-  const auto hidden = dims.hidden / tensor;
-  return {{dims.dim},         {dims.dim},         {query, dims.dim},
-          {key, dims.dim},    {key, dims.dim},    {dims.dim, query},
-          {hidden, dims.dim}, {hidden, dims.dim}, {dims.dim, hidden}};
+/// Adds a parameter to its group. Tensor parallelism divides the columns of the projections back
+/// into the residual stream, and the rows of the other matrices; see `parallelize`.
+void add_param(
+    GroupPlan& group,
+    const std::string& name,
+    const at::Tensor& param,
+    const MeshShape& mesh,
+    int64_t param_bytes) {
+  const bool is_divided = param.dim() > 1;
+  const bool by_columns = name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
+  const auto rows = is_divided && !by_columns ? param.size(0) / mesh.tensor : param.size(0);
+  const auto row = param.numel() / param.size(0) / (by_columns ? mesh.tensor : 1);
+  const auto padded = rounded_up(rows, mesh.shard);
+  group.numel += param.numel();
+  group.shard_bytes += padded / mesh.shard * row * 4;
+  group.gathered_bytes += padded * row * param_bytes;
+  group.padding_bytes += (padded - rows) * row * param_bytes;
 }
 
-std::vector<Matrix> root_weights(const ModelDims& dims, int64_t tensor) {
-  std::vector<Matrix> weights{{dims.vocab / tensor, dims.dim}, {dims.dim}};
-  if (!dims.tied) {
-    weights.push_back(weights.front());
+/// The groups that `build_sharded` makes: one per block, and one for the rest.
+std::vector<GroupPlan> plan_groups(
+    const ModelDims& dims, const MeshShape& mesh, int64_t param_bytes) {
+  const MetaInit on_meta;
+  const Transformer model(dims);
+  std::vector<GroupPlan> groups(static_cast<size_t>(dims.layers) + 1);
+  for (size_t i = 0; i < model->layers.size(); ++i) {
+    groups[i].name = "layers." + std::to_string(i);
   }
-  return weights;
-}
-
-int64_t numel_of(const std::vector<Matrix>& weights) {
-  int64_t numel = 0;
-  for (const auto& weight : weights) {
-    numel += weight.rows * weight.row;
+  for (const auto& param : model->named_parameters()) {
+    const auto& name = param.key();
+    const bool of_block = name.starts_with("layers.");
+    auto& group = of_block ? groups[std::stoul(name.substr(7))] : groups.back();
+    add_param(group, name, param.value(), mesh, param_bytes);
   }
-  return numel;
-}
-
-GroupPlan plan_group(
-    std::string name, const std::vector<Matrix>& weights, int64_t shards, int64_t param_bytes) {
-  GroupPlan group{.name = std::move(name)};
-  for (const auto& [rows, row] : weights) {
-    const auto padded = rounded_up(rows, shards);
-    group.shard_bytes += padded / shards * row * 4;
-    group.gathered_bytes += padded * row * param_bytes;
-    group.padding_bytes += (padded - rows) * row * param_bytes;
-  }
-  return group;
-}
-
-int64_t count_params(const ModelDims& dims) {
-  return dims.layers * numel_of(block_weights(dims, 1)) + numel_of(root_weights(dims, 1));
+  return groups;
 }
 
 /// The number of tokens that a rank computes at once.
@@ -142,20 +133,12 @@ int64_t estimate_activations(const TrainConfig& config, const MeshShape& mesh) {
 
 Plan make_plan(const TrainConfig& config, const MeshShape& mesh) {
   Plan plan;
-  const auto& dims = config.model;
   const auto param_bytes = bytes_of(config.param_dtype);
   const auto reduce_bytes =
       config.reduce_dtype.empty() ? param_bytes : bytes_of(config.reduce_dtype);
-  plan.num_params = count_params(dims);
-  for (int64_t i = 0; i < dims.layers; ++i) {
-    plan.groups.push_back(plan_group(
-        "layers." + std::to_string(i), block_weights(dims, mesh.tensor), mesh.shard, param_bytes));
-  }
-  plan.groups.push_back(plan_group("", root_weights(dims, mesh.tensor), mesh.shard, param_bytes));
-  for (auto& group : plan.groups) { // the elements on all ranks together
-    group.numel = numel_of(group.name.empty() ? root_weights(dims, 1) : block_weights(dims, 1));
-  }
+  plan.groups = plan_groups(config.model, mesh, param_bytes);
   for (const auto& group : plan.groups) {
+    plan.num_params += group.numel;
     plan.shard_bytes += group.shard_bytes;
     plan.gathered_bytes += group.gathered_bytes;
     plan.padding_bytes += group.padding_bytes;
