@@ -37,8 +37,9 @@ void add_model_options(CLI::App& command, TrainOptions& options) {
   for (const auto& preset : model_presets()) {
     names += (names.empty() ? "" : ", ") + preset.name;
   }
+  command.option_defaults()->group("Model");
   const auto add = [&](const char* name, auto& value, const std::string& help) {
-    return command.add_option(name, value, help)->group("Model");
+    return command.add_option(name, value, help);
   };
   add("--model", options.model, "Size of the model: " + names)->capture_default_str();
   add("--dim", dims.dim, "Width of the model");
@@ -54,8 +55,9 @@ void add_model_options(CLI::App& command, TrainOptions& options) {
 
 void add_training_options(CLI::App& command, TrainOptions& options) {
   auto& config = options.identity.config;
+  command.option_defaults()->group("Training");
   const auto add = [&](const char* name, auto& value, const char* help) {
-    return command.add_option(name, value, help)->group("Training")->capture_default_str();
+    return command.add_option(name, value, help)->capture_default_str();
   };
   add("--steps", config.steps, "Number of updates");
   add("--batch", config.batch, "Rows of text per update, of all ranks together");
@@ -65,39 +67,33 @@ void add_training_options(CLI::App& command, TrainOptions& options) {
   add("--lr", config.schedule.lr, "Highest learning rate");
   add("--schedule", config.schedule.kind, "Decay of the learning rate after the warm-up")
       ->check(CLI::IsMember({"cosine", "linear", "constant"}));
-  command
-      .add_option("--warmup", config.schedule.warmup, "Steps of the warm-up [a tenth of --steps]")
-      ->group("Training");
-  command
-      .add_option("--min-lr", config.schedule.min_lr, "Learning rate at the end [a tenth of --lr]")
-      ->group("Training");
+  command.add_option(
+      "--warmup", config.schedule.warmup, "Steps of the warm-up [a tenth of --steps]");
+  command.add_option(
+      "--min-lr", config.schedule.min_lr, "Learning rate at the end [a tenth of --lr]");
   add("--weight-decay", config.weight_decay, "Weight decay of matrices");
-  command
-      .add_option_function<std::string>(
-          "--betas",
-          [&](const std::string& text) {
-            char rest = 0;
-            check_config(
-                std::sscanf(text.c_str(), "%lf,%lf%c", &config.beta1, &config.beta2, &rest) == 2,
-                "--betas ", text, ": it must be two numbers, for example 0.9,0.95");
-            options.given.insert({"beta1", "beta2"});
-          },
-          "Betas of AdamW [0.9,0.95]")
-      ->group("Training");
+  command.add_option_function<std::string>(
+      "--betas",
+      [&](const std::string& text) {
+        char rest = 0;
+        check_config(
+            std::sscanf(text.c_str(), "%lf,%lf%c", &config.beta1, &config.beta2, &rest) == 2,
+            "--betas ", text, ": it must be two numbers, for example 0.9,0.95");
+        options.given.insert({"beta1", "beta2"});
+      },
+      "Betas of AdamW [0.9,0.95]");
   add("--clip", config.clip, "Largest norm of the gradients; 0: no clipping");
   add("--accumulate", config.accumulate,
       "Divide the rows of a rank into so many parts, to save memory");
-  command
-      .add_option(
-          "--validate-every", options.validate_every,
-          "Updates between validations [only at the end]")
-      ->group("Training");
+  command.add_option(
+      "--validate-every", options.validate_every, "Updates between validations [only at the end]");
 }
 
 void add_rank_options(CLI::App& command, TrainOptions& options) {
   auto& config = options.identity.config;
+  command.option_defaults()->group("Ranks and memory");
   const auto add = [&](const char* name, auto& value, const char* help) {
-    return command.add_option(name, value, help)->group("Ranks and memory");
+    return command.add_option(name, value, help);
   };
   const CLI::IsMember dtypes({"bf16", "fp16", "fp32"});
   add("--ranks", options.ranks,
@@ -117,23 +113,19 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
   add("--device", options.device, "auto, cpu or cuda")
       ->capture_default_str()
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
-  command
-      .add_flag(
-          "--processes", options.processes,
-          "Run ranks as processes over NCCL or gloo, not as threads [if there are several GPUs]")
-      ->group("Ranks and memory");
-  command.add_flag("--offload", config.offload, "Keep shards and optimizer in host memory")
-      ->group("Ranks and memory");
-  command
-      .add_flag(
-          "--activation-checkpointing", config.activation_checkpointing,
-          "Recompute each block in backward, to save memory")
-      ->group("Ranks and memory");
+  command.add_flag(
+      "--processes", options.processes,
+      "Run ranks as processes over NCCL or gloo, not as threads [if there are several GPUs]");
+  command.add_flag("--offload", config.offload, "Keep shards and optimizer in host memory");
+  command.add_flag(
+      "--activation-checkpointing", config.activation_checkpointing,
+      "Recompute each block in backward, to save memory");
 }
 
 void add_file_options(CLI::App& command, TrainOptions& options) {
+  command.option_defaults()->group("Files");
   const auto add = [&](const char* name, auto& value, const char* help) {
-    return command.add_option(name, value, help)->group("Files");
+    return command.add_option(name, value, help);
   };
   add("--run", options.run, "Folder of this run [runs/<date and time>]");
   add("--save-every", options.save_every,
@@ -144,11 +136,10 @@ void add_file_options(CLI::App& command, TrainOptions& options) {
   add("--resume", options.resume,
       "Continue a run from its folder, or from one of its checkpoints, on any --mesh; options that "
       "are not given stay as they were");
-  command.add_flag("--no-save", options.no_save, "Write no files")->group("Files");
+  command.add_flag("--no-save", options.no_save, "Write no files");
   // Only for --help: `main` has already replaced --config by the options in the file.
-  command
-      .add_option("--config", "JSON or TOML file with any of these options; the command line wins")
-      ->group("Files");
+  command.add_option(
+      "--config", "JSON or TOML file with any of these options; the command line wins");
 }
 
 } // namespace
@@ -158,40 +149,33 @@ void add_options(CLI::App& command, TrainOptions& options) {
   add_training_options(command, options);
   add_rank_options(command, options);
   add_file_options(command, options);
-  const char* screen = "Screen";
-  command.add_flag("--quiet", options.quiet, "Print only the result")->group(screen);
-  command.add_flag("--json", options.json, "Print one JSON object per line")->group(screen);
-  command
-      .add_flag(
-          "--dry-run", options.dry_run, "Print what a run would need, for any number of ranks")
-      ->group(screen);
+  command.option_defaults()->group("Screen");
+  command.add_flag("--quiet", options.quiet, "Print only the result");
+  command.add_flag("--json", options.json, "Print one JSON object per line");
+  command.add_flag(
+      "--dry-run", options.dry_run, "Print what a run would need, for any number of ranks");
 }
 
 void resolve_model(TrainOptions& options) {
-  auto& dims = options.identity.config.model;
-  const auto given = dims;
-  dims = model_preset(options.model);
-  const auto was_given = [&](const char* name) { return options.given.contains(name); };
-  const auto take = [&](const char* name, auto& mine, const auto& theirs) {
-    if (was_given(name)) {
-      mine = theirs;
-    }
+  auto& config = options.identity.config;
+  const auto given = config;
+  config.model = model_preset(options.model);
+  const auto take_given = [&] {
+    for_each_option([&](const char* name, auto in, bool) {
+      if (options.given.contains(name)) {
+        in(config) = in(given);
+      }
+    });
   };
-  take("vocab", dims.vocab, given.vocab);
-  take("dim", dims.dim, given.dim);
-  take("layers", dims.layers, given.layers);
-  take("heads", dims.heads, given.heads);
-  take("tied", dims.tied, given.tied);
-  take("rotary-base", dims.rotary_base, given.rotary_base);
-  take("norm-eps", dims.norm_eps, given.norm_eps);
-  if (was_given("heads")) { // kv_heads follows from heads, and hidden from dim
+  take_given();
+  auto& dims = config.model;
+  if (options.given.contains("heads")) { // kv_heads follows from heads, and hidden from dim
     dims.kv_heads = default_kv_heads(dims.heads);
   }
-  if (was_given("dim")) {
+  if (options.given.contains("dim")) {
     dims.hidden = default_hidden(dims.dim);
   }
-  take("kv-heads", dims.kv_heads, given.kv_heads);
-  take("hidden", dims.hidden, given.hidden);
+  take_given(); // again: kv_heads and hidden may have been given, too
 }
 
 void resolve_folder_options(TrainOptions& options, const std::optional<TrainOptions>& before) {
