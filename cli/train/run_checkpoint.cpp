@@ -21,8 +21,17 @@ namespace {
 // random generators. train.* is RunState with ranks and mesh, config.* the options by their names,
 // data.* the path and fingerprint of the text.
 
-std::string config_key(const char* option) {
-  return std::string("config.") + option;
+/// Calls `visit(key, value)` for all that `saved` has from a checkpoint.
+template <class Visit>
+void for_each_value(SavedRun& saved, Visit visit) {
+  auto& [config, data, fingerprint] = saved.identity;
+  for_each_option(
+      [&](const char* name, auto in, bool) { visit(std::string("config.") + name, in(config)); });
+  visit("data.path", data);
+  visit("data.fingerprint", fingerprint);
+  visit("train.step", saved.step);
+  visit("train.ranks", saved.ranks);
+  visit("train.mesh", saved.mesh);
 }
 
 /// Throws CheckpointError if the value has another type: the checkpoint may be of another program.
@@ -47,8 +56,7 @@ std::string advice_instead_of(const std::filesystem::path& checkpoint) {
   return other.empty() ? "" : "; to resume from another one: --resume " + other;
 }
 
-void insert_progress(StateDict& state, const RunState& run) {
-  state.insert("train.step", run.step);
+void insert_losses(StateDict& state, const RunState& run) {
   state.insert("train.first_loss", run.first_loss);
   state.insert("train.last_losses", run.last_losses);
 }
@@ -81,25 +89,13 @@ SavedRun find_saved_run(const std::string& path, const char* option /* = "--resu
   check_config(
       latest || is_file(saved.path / "manifest.json"), option, ": there is no complete checkpoint ",
       "in ", checkpoints_of(path).string(), ", nor is ", path, " one");
-  auto& config = saved.identity.config;
   StateDict state;
-  for_each_option(
-      [&](const char* name, auto in, bool) { state.insert(config_key(name), in(config)); });
-  state.insert("data.path", std::string());
-  state.insert("data.fingerprint", std::string());
-  state.insert("train.step", int64_t{0});
-  state.insert("train.ranks", int64_t{0});
-  state.insert("train.mesh", std::string());
+  for_each_value(
+      saved, [&](const std::string& key, const auto& value) { state.insert(key, value); });
   load(state, saved.path, {.strict = false});
-  for_each_option([&](const char* name, auto in, bool) {
-    auto& value = in(config);
-    value = value_of<std::decay_t<decltype(value)>>(state, config_key(name), saved.path);
+  for_each_value(saved, [&]<class T>(const std::string& key, T& value) {
+    value = value_of<T>(state, key, saved.path);
   });
-  saved.identity.data = value_of<std::string>(state, "data.path", saved.path);
-  saved.identity.fingerprint = value_of<std::string>(state, "data.fingerprint", saved.path);
-  saved.step = value_of<int64_t>(state, "train.step", saved.path);
-  saved.ranks = value_of<int64_t>(state, "train.ranks", saved.path);
-  saved.mesh = value_of<std::string>(state, "train.mesh", saved.path);
   if (saved.ranks == 0) {
     throw CheckpointError(
         {__func__, __FILE__, __LINE__},
@@ -143,21 +139,17 @@ void check_text(const RunIdentity& mine, const SavedRun& saved) {
 StateDict make_run_state_dict(Trainer& trainer, const RunState& run, const RunIdentity& identity) {
   auto state = trainer.state_dict();
   state.insert_all(get_random_state(), "random.");
-  insert_progress(state, run);
-  state.insert("train.ranks", int64_t{get_world_size()});
-  state.insert(
-      "train.mesh", identity.config.mesh.value_or(MeshShape{.shard = get_world_size()}).str());
-  for_each_option([&](const char* name, auto in, bool) {
-    state.insert(config_key(name), in(identity.config));
-  });
-  state.insert("data.path", identity.data);
-  state.insert("data.fingerprint", identity.fingerprint);
+  SavedRun saved{.identity = identity, .step = run.step, .ranks = get_world_size()};
+  saved.mesh = identity.config.mesh.value_or(MeshShape{.shard = get_world_size()}).str();
+  for_each_value(
+      saved, [&](const std::string& key, const auto& value) { state.insert(key, value); });
+  insert_losses(state, run);
   return state;
 }
 
 void load_run(const SavedRun& saved, Trainer& trainer, RunState& run) {
   auto state = trainer.state_dict();
-  insert_progress(state, run);
+  insert_losses(state, run);
   StateDict random;
   random.insert_all(get_random_state(), "random.");
   // Each rank has its own random state, so it only fits the same number of ranks.
@@ -176,7 +168,7 @@ void load_run(const SavedRun& saved, Trainer& trainer, RunState& run) {
   if (same_ranks) {
     set_random_state(random.below("random."));
   }
-  run.step = value_of<int64_t>(state, "train.step", saved.path);
+  run.step = saved.step;
   run.first_loss = value_of<double>(state, "train.first_loss", saved.path);
 }
 
