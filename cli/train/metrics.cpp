@@ -39,16 +39,16 @@ std::string MetricsFile::lines_to_keep(int64_t steps) {
 }
 
 Json to_json(const StepRecord& record) {
-  const auto& memory = record.memory;
+  const auto& [loss, grad_norm, lr, skipped, asked, memory] = record.result;
   Json json{
       {"step", record.step},
-      {"loss", number(record.loss)},
-      {"grad_norm", number(record.grad_norm)},
-      {"lr", record.lr},
+      {"loss", number(loss)},
+      {"grad_norm", number(grad_norm)},
+      {"lr", lr},
       {"tokens", record.tokens},
       {"seconds", record.seconds},
       {"tokens_per_s", record.tokens_per_s},
-      {"exposed_s", record.exposed_s ? Json(*record.exposed_s) : Json()},
+      {"exposed_s", record.exposed_s},
       {"memory",
        {{"shards", memory.shards},
         {"gathered", memory.gathered},
@@ -57,7 +57,7 @@ Json to_json(const StepRecord& record) {
         {"other", memory.other},
         {"allocated", memory.allocated},
         {"peak", memory.peak}}}};
-  if (record.skipped) {
+  if (skipped) {
     json["skipped"] = true;
   }
   return json;

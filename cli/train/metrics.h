@@ -7,24 +7,29 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
-#include <optional>
 #include <string>
 #include <vector>
 
 namespace fsdp::cli {
 
-/// One update, as a line of metrics.jsonl.
-struct StepRecord {
-  int64_t step = 0; // counts from 1
-  double loss = 0;
+/// The result of one update. It is the same on every rank, except for the memory.
+struct StepResult {
+  double loss = 0; // before the update, averaged over the whole batch
   double grad_norm = 0;
   double lr = 0;
   bool skipped = false; // fp16 only: no update, because gradients were not finite
-  int64_t tokens = 0;   // since the first step of the run
-  double seconds = 0;   // of this step
+  int asked = 0;        // a signal that came to any rank, or 0
+  MemoryStats memory;   // of this rank, with the peak of the step
+};
+
+/// One update, as a line of metrics.jsonl.
+struct StepRecord {
+  int64_t step = 0; // counts from 1
+  StepResult result;
+  int64_t tokens = 0; // since the first step of the run
+  double seconds = 0; // of this step
   double tokens_per_s = 0;
-  std::optional<double> exposed_s; // time spent waiting for communication, if it was measured
-  MemoryStats memory;              // of rank 0
+  double exposed_s = 0; // time spent waiting for communication
 };
 
 /// The loss on the held-out text after `step` updates.

@@ -108,16 +108,14 @@ std::vector<LinePiece> Progress::pieces(const StepRecord& record, int bar_width)
     const auto full = static_cast<int>(bar_width * done / steps_);
     pieces.push_back({"  " + std::string(full, '#') + std::string(bar_width - full, '.'), 5});
   }
-  pieces.push_back({"  loss " + fixed(record.loss, 4)});
-  pieces.push_back({"  norm " + fixed(record.grad_norm, 3), 4});
+  pieces.push_back({"  loss " + fixed(record.result.loss, 4)});
+  pieces.push_back({"  norm " + fixed(record.result.grad_norm, 3), 4});
   pieces.push_back({"  " + padded(std::to_string(rate), 6) + " tokens/s", 3});
-  pieces.push_back({"  " + binary_size(record.memory.peak), 7});
-  if (record.exposed_s) {
-    pieces.push_back({"  comm " + fixed(*record.exposed_s * 1000, 1) + " ms", 6});
-  }
+  pieces.push_back({"  " + binary_size(record.result.memory.peak), 7});
+  pieces.push_back({"  comm " + fixed(record.exposed_s * 1000, 1) + " ms", 6});
   const auto left = per_step * static_cast<double>(steps_ - done);
   pieces.push_back({"  " + minutes(left) + " left", 1});
-  if (record.skipped) {
+  if (record.result.skipped) {
     pieces.push_back({"  skipped: not finite in fp16", 2});
   }
   return pieces;

@@ -58,15 +58,11 @@ StepRecord make_record(
   const auto tokens = config.batch * config.context;
   return {
       .step = done,
-      .loss = result.loss,
-      .grad_norm = result.grad_norm,
-      .lr = result.lr,
-      .skipped = result.skipped,
+      .result = result,
       .tokens = done * tokens,
       .seconds = seconds,
       .tokens_per_s = static_cast<double>(tokens) / seconds,
-      .exposed_s = exposed_s,
-      .memory = result.memory};
+      .exposed_s = exposed_s};
 }
 
 Validation validate(Trainer& trainer, int64_t step) {

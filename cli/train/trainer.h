@@ -1,7 +1,6 @@
 #pragma once
 
 #include <fsdp/grad_scaler.h>
-#include <fsdp/memory.h>
 #include <fsdp/optim.h>
 #include <fsdp/state_dict.h>
 #include <torch/torch.h>
@@ -14,6 +13,7 @@
 
 #include "cli/config/train_config.h"
 #include "cli/train/corpus.h"
+#include "cli/train/metrics.h"
 #include "cli/train/model.h"
 
 namespace fsdp::cli {
@@ -22,16 +22,6 @@ using Optimizer = optim::AdamW;
 
 /// The learning rate of a step. `step` counts from 0.
 double learning_rate(const TrainConfig& config, int64_t step);
-
-/// The result of one update. It is the same on every rank, except for the memory.
-struct StepResult {
-  double loss = 0; // before the update, averaged over the whole batch
-  double grad_norm = 0;
-  double lr = 0;
-  bool skipped = false; // fp16 only: no update, because gradients were not finite
-  int asked = 0;        // a signal that came to any rank, or 0
-  MemoryStats memory;   // of this rank, with the peak of the step
-};
 
 /// Builds the model on the meta device, divides it over the mesh's tensor axis if there is one, and
 /// shards it: one group per block and one for the rest. The parameters have no memory yet.
