@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include <fsdp/error.h>
 #include <fsdp/version.h>
 
 #include "cli/check.h"
@@ -20,22 +19,18 @@
 
 namespace {
 
-/// Throws ConfigError with the nearest name if there is no such command. CLI11 would only say that
-/// a subcommand is required.
-void check_command(const CLI::App& app, int argc, char** argv) {
-  if (argc < 2 || argv[1][0] == '-') {
-    return;
-  }
+/// Returns the command of a name. Throws ConfigError with the nearest name if there is none: CLI11
+/// would only say that a subcommand is required.
+CLI::App& find_command(CLI::App& app, const std::string& name) {
   std::vector<std::string> known;
-  for (const auto* command : app.get_subcommands({})) {
-    if (command->get_name() == argv[1]) {
-      return;
+  for (auto* command : app.get_subcommands({})) {
+    if (command->get_name() == name) {
+      return *command;
     }
     known.push_back(command->get_name());
   }
-  throw fsdp::ConfigError(
-      {__func__, __FILE__, __LINE__}, std::string("there is no command '") + argv[1] + "'" +
-                                          fsdp::cli::did_you_mean(argv[1], known));
+  fsdp::cli::throw_config_error(
+      "there is no command '", name, "'", fsdp::cli::did_you_mean(name, known));
 }
 
 /// Throws ExtrasError with the nearest name if there is no such option. CLI11 would only say that
@@ -60,30 +55,34 @@ void check_options(const CLI::App& command, const std::vector<std::string>& word
   }
 }
 
-/// The arguments of `train`, with --config replaced by the options in the file. The last one comes
-/// first, as CLI11 expects it. Empty for other commands.
-std::vector<std::string> words_of_train(int argc, char** argv) {
-  if (argc < 2 || std::string(argv[1]) != "train") {
-    return {};
+/// Passes the words after the first `--` to `run`, which starts them as a program; CLI11 must not
+/// parse them.
+void cut_program(CLI::App& run, std::vector<std::string>& words) {
+  const auto mark = std::find(words.begin(), words.end(), "--");
+  for (auto word = mark; word != words.end(); ++word) {
+    if (word != mark) {
+      run.get_option("program")->add_result(*word);
+    }
   }
-  auto words = fsdp::cli::expand_config({argv + 2, argv + argc});
-  words.insert(words.begin(), "train");
-  std::reverse(words.begin(), words.end());
-  return words;
+  words.erase(mark, words.end());
 }
 
-/// Passes the words after the first `--` to `run`, which starts them as a program; CLI11 must not
-/// parse them. Returns how many words are left to parse.
-int cut_program(const CLI::App& app, int argc, char** argv) {
-  if (argc < 2 || std::string(argv[1]) != "run") {
-    return argc;
+/// Parses the words of the command line. The action of the command is set then.
+void parse(CLI::App& app, std::vector<std::string> words) {
+  if (!words.empty() && !words[0].starts_with('-')) {
+    const auto name = words[0];
+    auto& command = find_command(app, name);
+    words.erase(words.begin());
+    if (name == "run") {
+      cut_program(command, words);
+    } else {
+      words = name == "train" ? fsdp::cli::expand_config(words) : words;
+      check_options(command, words);
+    }
+    words.insert(words.begin(), name);
   }
-  char** mark = std::find(argv, argv + argc, std::string("--"));
-  auto* program = app.get_subcommand("run")->get_option("program");
-  for (char** word = mark + 1; word < argv + argc; ++word) {
-    program->add_result(*word);
-  }
-  return static_cast<int>(mark - argv);
+  std::reverse(words.begin(), words.end()); // as CLI11 expects them
+  app.parse(words);
 }
 
 int complain(const std::string& message, int exit_code) {
@@ -111,18 +110,7 @@ int main(int argc, char** argv) {
   fsdp::cli::add_convert(app, action);
   fsdp::cli::add_doctor(app, action);
   try {
-    check_command(app, argc, argv);
-    auto words = words_of_train(argc, argv);
-    if (!words.empty()) {
-      check_options(*app.get_subcommand("train"), words);
-      app.parse(words);
-    } else {
-      argc = cut_program(app, argc, argv);
-      if (argc >= 2 && argv[1][0] != '-' && std::string(argv[1]) != "run") {
-        check_options(*app.get_subcommand(argv[1]), {argv + 2, argv + argc});
-      }
-      app.parse(argc, argv);
-    }
+    parse(app, {argv + 1, argv + argc});
     const int code = action();
     std::cout.flush();
     if (!std::cout && code == 0) {
