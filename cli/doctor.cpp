@@ -1,13 +1,9 @@
 // `fsdp doctor`: checks whether this machine has what the tool needs.
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <sys/resource.h>
-#include <sys/socket.h>
 #include <sys/statvfs.h>
 #include <sys/sysinfo.h>
 #include <torch/torch.h>
 #include <torch/version.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -18,6 +14,7 @@
 
 #include <fsdp/distributed.h>
 #include <fsdp/error.h>
+#include <fsdp/launch.h>
 
 #include "cli/check.h"
 #include "cli/command.h"
@@ -43,6 +40,11 @@ class Findings {
   void missing(const std::string& what, const std::string& text) {
     say(what, "missing  " + text);
   }
+  /// `good` or `missing`.
+  void check(
+      bool there, const std::string& what, const std::string& text, const std::string& without) {
+    there ? good(what, text) : missing(what, without);
+  }
   /// Something is broken that everything needs.
   void bad(const std::string& what, const std::string& text) {
     say(what, "BROKEN   " + text);
@@ -65,11 +67,7 @@ void look_at_tools(Findings& findings) {
   findings.good("built", std::string("by ") + __VERSION__);
   for (const auto* name : {"g++", "cmake", "ninja", "git"}) {
     const auto path = find_in_path(name);
-    if (path.empty()) {
-      findings.missing(name, "not in PATH; only needed to build");
-    } else {
-      findings.good(name, path);
-    }
+    findings.check(!path.empty(), name, path, "not in PATH; only needed to build");
   }
 }
 
@@ -85,11 +83,9 @@ void look_at_torch(Findings& findings) {
                       binary_size(static_cast<int64_t>(info.freeram) * info.mem_unit), " free of ",
                       binary_size(static_cast<int64_t>(info.totalram) * info.mem_unit)));
   }
-  if (torch::cuda::is_available()) {
-    findings.good("cuda", c10::str(torch::cuda::device_count(), " devices"));
-  } else {
-    findings.missing("cuda", "torch finds no CUDA device; training runs on the CPU");
-  }
+  findings.check(
+      torch::cuda::is_available(), "cuda", c10::str(torch::cuda::device_count(), " devices"),
+      "torch finds no CUDA device; training runs on the CPU");
 }
 
 /// Runs an all-reduce over two ranks that are threads.
@@ -109,14 +105,10 @@ void try_threads(Findings& findings) {
 
 /// Runs an all-reduce in a world of one process, over the backend's own transport. `without` says
 /// what does not work if that fails.
-void try_backend(Findings& findings, const char* name, int port, const char* without) {
+void try_backend(Findings& findings, const char* name, const char* without) {
   try {
     init_process_group(
-        {.backend = name,
-         .init_method = "tcp://127.0.0.1:" + std::to_string(port),
-         .rank = 0,
-         .world_size = 1,
-         .timeout = std::chrono::seconds(20)});
+        {.backend = name, .rank = 0, .world_size = 1, .timeout = std::chrono::seconds(20)});
     const auto device = std::string(name) == "nccl" ? torch::kCUDA : torch::kCPU;
     const auto one = torch::ones({1}, device);
     default_group().all_reduce(one);
@@ -130,56 +122,39 @@ void try_backend(Findings& findings, const char* name, int port, const char* wit
   }
 }
 
-/// A free port of the loopback address, or 0.
-int free_port() {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof(address);
-  auto* any = reinterpret_cast<sockaddr*>(&address);
-  const bool bound = fd >= 0 && bind(fd, any, size) == 0 && getsockname(fd, any, &size) == 0;
-  close(fd);
-  return bound ? ntohs(address.sin_port) : 0;
+/// Serves a store at a free port, as `fsdp run` does for its ranks.
+void try_port(Findings& findings) {
+  try {
+    const LaunchJob job({});
+    findings.good(
+        "ports", "127.0.0.1 has free ports, for example " + job.environment(0).at("MASTER_PORT"));
+  } catch (const c10::Error&) {
+    findings.missing(
+        "ports", "127.0.0.1 has no free port; fsdp run cannot start ranks as processes");
+  }
 }
 
 int64_t free_bytes(const char* path) {
   struct statvfs info{};
-  return statvfs(path, &info) == 0 ? static_cast<int64_t>(info.f_bavail * info.f_frsize) : -1;
+  return statvfs(path, &info) == 0 ? static_cast<int64_t>(info.f_bavail * info.f_frsize) : 0;
 }
 
-void look_at_system(Findings& findings, int port) {
-  if (port > 0) {
-    findings.good("ports", c10::str("127.0.0.1 has free ports, for example ", port));
-  } else {
-    findings.missing(
-        "ports", "127.0.0.1 has no free port; fsdp run cannot start ranks as processes");
-  }
+void look_at_system(Findings& findings) {
   const auto shared = free_bytes("/dev/shm");
-  if (shared >= kLittleSharedMemory) {
-    findings.good("shm", binary_size(shared) + " free in /dev/shm");
-  } else {
-    findings.missing(
-        "shm", c10::str(
-                   "/dev/shm has ", binary_size(std::max<int64_t>(0, shared)),
-                   " free; NCCL between processes may need more (docker: --shm-size 1g)"));
-  }
+  findings.check(
+      shared >= kLittleSharedMemory, "shm", binary_size(shared) + " free in /dev/shm",
+      c10::str(
+          "/dev/shm has ", binary_size(shared),
+          " free; NCCL between processes may need more (docker: --shm-size 1g)"));
   const auto disk = free_bytes(".");
-  if (disk >= kLittleDisk) {
-    findings.good("disk", binary_size(disk) + " free here");
-  } else {
-    findings.missing(
-        "disk", binary_size(std::max<int64_t>(0, disk)) + " free here; checkpoints need space");
-  }
+  findings.check(
+      disk >= kLittleDisk, "disk", binary_size(disk) + " free here",
+      binary_size(disk) + " free here; checkpoints need space");
   rlimit limit{};
   getrlimit(RLIMIT_NOFILE, &limit);
-  if (limit.rlim_cur >= kFewFiles) {
-    findings.good("files", c10::str(limit.rlim_cur, " files can be open at once"));
-  } else {
-    findings.missing(
-        "files",
-        c10::str("only ", limit.rlim_cur, " files can be open at once; try ulimit -n 4096"));
-  }
+  findings.check(
+      limit.rlim_cur >= kFewFiles, "files", c10::str(limit.rlim_cur, " files can be open at once"),
+      c10::str("only ", limit.rlim_cur, " files can be open at once; try ulimit -n 4096"));
 }
 
 void look_at_text(Findings& findings) {
@@ -195,17 +170,15 @@ int doctor() {
   Findings findings;
   look_at_tools(findings);
   look_at_torch(findings);
-  const int port = free_port();
   try_threads(findings);
-  if (port > 0) {
-    try_backend(findings, "gloo", port, "fsdp run does not work on the CPU");
-  }
-  if (torch::cuda::is_available() && port > 0) {
-    try_backend(findings, "nccl", free_port(), "ranks as threads can still use the GPUs");
+  try_backend(findings, "gloo", "fsdp run does not work on the CPU");
+  if (torch::cuda::is_available()) {
+    try_backend(findings, "nccl", "ranks as threads can still use the GPUs");
   } else {
     findings.missing("nccl", "needs a GPU");
   }
-  look_at_system(findings, port);
+  try_port(findings);
+  look_at_system(findings);
   look_at_text(findings);
   return findings.exit_code();
 }
