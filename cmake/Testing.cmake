@@ -26,6 +26,12 @@ endfunction()
 set(suites_file ${CMAKE_CURRENT_BINARY_DIR}/suites.cmake)
 file(WRITE ${suites_file} "include(\"${PROJECT_SOURCE_DIR}/cmake/TestSuites.cmake\")\n")
 set_property(DIRECTORY APPEND PROPERTY TEST_INCLUDE_FILES ${suites_file})
+if(FSDP_SANITIZE MATCHES thread)
+  # A test asks for more memory than there is. The sanitizer would end the process.
+  file(APPEND ${suites_file}
+       "set(sanitizer_options \"TSAN_OPTIONS=allocator_may_return_null=1 "
+       "suppressions='${CMAKE_CURRENT_SOURCE_DIR}/tsan.supp'\")\n")
+endif()
 
 function(fsdp_add_test name)
   cmake_parse_arguments(arg "" "TIMEOUT;COST" "LABELS;SOURCES;OBJECTS" ${ARGN})

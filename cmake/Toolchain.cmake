@@ -34,6 +34,15 @@ target_compile_options(
             $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>
             $<$<CXX_COMPILER_ID:GNU>:-Winvalid-pch -Werror=invalid-pch -fpch-preprocess>)
 if(FSDP_SANITIZE)
+  include(CheckCXXSourceCompiles)
+  set(CMAKE_REQUIRED_FLAGS -fsanitize=${FSDP_SANITIZE})
+  check_cxx_source_compiles("int main() {}" FSDP_HAVE_SANITIZER)
+  unset(CMAKE_REQUIRED_FLAGS)
+  if(NOT FSDP_HAVE_SANITIZER)
+    unset(FSDP_HAVE_SANITIZER CACHE) # it may be installed by the next run
+    message(FATAL_ERROR "The compiler cannot link with -fsanitize=${FSDP_SANITIZE}. "
+                        "For clang 19, Debian has the sanitizers in libclang-rt-19-dev.")
+  endif()
   target_compile_options(
     fsdp_build_flags INTERFACE -fsanitize=${FSDP_SANITIZE} -fno-omit-frame-pointer)
   target_compile_definitions(fsdp_build_flags INTERFACE FSDP_SANITIZED)
