@@ -57,7 +57,7 @@ inline constexpr bool can_repeat = ((!decays<P> && is_safe_to_copy<std::decay_t<
 template <class Again, class... P>
 class RepeatableCallOf : public RepeatableCall {
  public:
-  RepeatableCallOf(Again again, const std::remove_reference_t<P>&... args)
+  explicit RepeatableCallOf(Again again, const std::remove_reference_t<P>&... args)
       : again_(std::move(again)), args_(args...) {}
 
   std::string name() const override {

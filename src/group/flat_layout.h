@@ -9,10 +9,10 @@ namespace fsdp::detail {
 
 /// What the layout of a group needs to know of one of its parameters.
 struct LayoutItem {
-  c10::ScalarType dtype;        // of its shard
-  c10::ScalarType gather_dtype; // of the whole
-  int64_t padded_numel = 0;     // of every rank's shard
-  bool extended = false;        // sent by an extension, in a form of its own
+  c10::ScalarType dtype = c10::ScalarType::Undefined;        // of its shard
+  c10::ScalarType gather_dtype = c10::ScalarType::Undefined; // of the whole
+  int64_t padded_numel = 0;                                  // of every rank's shard
+  bool extended = false; // sent by an extension, in a form of its own
 };
 
 /// Where a group's parameters lie in its flat buffers: numbers only. See Note
@@ -31,8 +31,8 @@ struct FlatLayout {
   struct Run {
     Span shard;
     Span gathered;
-    c10::ScalarType dtype;
-    c10::ScalarType gather_dtype;
+    c10::ScalarType dtype = c10::ScalarType::Undefined;
+    c10::ScalarType gather_dtype = c10::ScalarType::Undefined;
   };
 
   /// Of the buffers; bytes where the parameters' differ.

@@ -151,7 +151,7 @@ void FlatParams::attach_param(size_t k, const at::Tensor& shard) {
   auto& param = *params_[layout_.order[k]];
   const auto& part = layout_.parts[layout_.order[k]];
   const auto& geometry = param.geometry();
-  auto sharded = shaped(
+  const auto sharded = shaped(
       typed_view(shard, part.shard.offset, part.shard.numel, param.dtype()), geometry.shard_sizes);
   auto unsharded = sharded;
   if (whole_) {
@@ -168,7 +168,7 @@ void FlatParams::attach_param(size_t k, const at::Tensor& shard) {
   if (k < layout_.num_plain) {
     gather_numels_.push_back(part.gathered.numel);
   }
-  param.attach(std::move(sharded), std::move(unsharded));
+  param.attach(sharded, unsharded);
 }
 
 std::shared_ptr<const GatherPlan> FlatParams::gather_plan() const {

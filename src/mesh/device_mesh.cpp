@@ -20,7 +20,7 @@ namespace detail {
 
 /// Shared by a mesh and all its slices.
 struct MeshRoot {
-  c10::DeviceType device_type;
+  c10::DeviceType device_type = c10::kCPU;
   std::vector<int64_t> shape;
   std::vector<std::string> names;
   std::vector<int64_t> coordinate; // of this rank

@@ -188,7 +188,7 @@ void check_shared(
     for (const auto& item : module.named_parameters(/*recurse=*/false)) {
       const auto found = divisions.find(item.value().unsafeGetTensorImpl());
       TORCH_CHECK_VALUE(
-          found == divisions.end() || planned_modules.count(&module), detail::kParallelizeTag,
+          found == divisions.end() || planned_modules.contains(&module), detail::kParallelizeTag,
           "parameter '", detail::join_names(name, item.key()), "' is shared with '",
           found->second->name, "', which ", detail::axis_text(targets.front().at.mesh),
           " is to place as ", to_string(found->second->placement),

@@ -35,7 +35,7 @@ std::map<const c10d::Backend*, UnevenDims> uneven_dims;
 bool is_divided_unevenly(const ProcessGroup& group, int64_t dim) {
   std::lock_guard lock(uneven_dims_mutex);
   const auto found = uneven_dims.find(group.backend().get());
-  return found != uneven_dims.end() && found->second.dims.count(dim) > 0;
+  return found != uneven_dims.end() && found->second.dims.contains(dim);
 }
 
 int64_t whole_length(

@@ -54,6 +54,7 @@ int64_t whole_size(const at::Tensor& param, int64_t dim) {
 
 /// The hook owns `style`, so `style` outlives every call of the module.
 template <class Style>
+// NOLINTNEXTLINE(performance-unnecessary-value-param): the check does not see that `name` is moved.
 ForwardHook hook_of(std::string name, Style style) {
   return {
       .name = std::move(name),

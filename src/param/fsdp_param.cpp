@@ -128,7 +128,7 @@ at::Tensor FSDPParam::shard_values() const {
   return values;
 }
 
-void FSDPParam::attach(at::Tensor sharded, at::Tensor unsharded) {
+void FSDPParam::attach(const at::Tensor& sharded, const at::Tensor& unsharded) {
   at::NoGradGuard no_grad;
   const auto values = shard_values();
   sharded_ = sharded.variable_data();

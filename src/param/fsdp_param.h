@@ -84,7 +84,7 @@ class FSDPParam {
   at::Tensor shard_values() const;
   /// Sets the memory of both faces and shows the sharded one. Copies shard_values() into `sharded`.
   /// The memory of `unsharded` may be freed.
-  void attach(at::Tensor sharded, at::Tensor unsharded);
+  void attach(const at::Tensor& sharded, const at::Tensor& unsharded);
 
   Face face() const {
     return face_;

@@ -30,7 +30,7 @@ std::optional<TensorSpec> placement_of(const at::Tensor& param);
 struct ParamAxis {
   ProcessGroup group;
   at::Device device; // that the group communicates on
-  bool divides;
+  bool divides = false;
 };
 /// Returns the axes of more than one rank. Empty for a tensor that was never placed.
 std::vector<ParamAxis> axes_of(const at::Tensor& param);
