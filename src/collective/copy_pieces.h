@@ -25,7 +25,7 @@ struct Pieces {
 
 /// Copies the pieces, with several threads if there are enough bytes for each.
 inline void copy_pieces(const Pieces& pieces) {
-  constexpr int64_t kGrainSize = 32768 * 4; // bytes: torch's own grain size, in floats
+  constexpr int64_t kGrainSize = int64_t{32768} * 4; // bytes: torch's own grain size, in floats
   const auto size = pieces.size;
   const auto grain = kGrainSize / std::max<int64_t>(size, 1) + 1;
   const bool is_one_run = pieces.to_step == size && pieces.from_step == size;
