@@ -28,6 +28,7 @@ Work all_gather_placed_async(
     at::Tensor out,
     at::Tensor in,
     std::shared_ptr<const GatherPlan> plan);
+void compare_calls(const std::vector<ProcessGroup>& groups, at::Device device);
 } // namespace detail
 
 /// A collective in flight. Read its result, and change its inputs, only after `wait()`. On the
@@ -132,6 +133,7 @@ class FSDP_API ProcessGroup {
       at::Tensor out,
       at::Tensor in,
       std::shared_ptr<const detail::GatherPlan> plan);
+  friend void detail::compare_calls(const std::vector<ProcessGroup>& groups, at::Device device);
   Work issue(detail::CollectiveCall call) const;
 
   std::shared_ptr<detail::GroupState> state_;

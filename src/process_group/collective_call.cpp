@@ -115,7 +115,7 @@ const char* to_string(CollectiveKind kind) {
 
 std::string CollectiveCall::str() const {
   std::ostringstream out;
-  out << to_string(kind) << "(";
+  out << to_string(kind) << (purpose ? " " + purpose->text + " " : "") << "(";
   const char* separator = "";
   if (output.defined()) {
     out << (input.defined() ? "out " : "") << describe(output);
@@ -128,7 +128,7 @@ std::string CollectiveCall::str() const {
     out << ", splits out " << c10::IntArrayRef(out_splits) << " in " << c10::IntArrayRef(in_splits);
   }
   if (kind == CollectiveKind::AllReduce || kind == CollectiveKind::ReduceScatter) {
-    out << ", " << op.str();
+    out << ", " << asked_op.value_or(op).str();
   }
   if (kind == CollectiveKind::Broadcast || kind == CollectiveKind::Scatter) {
     out << ", root " << root;

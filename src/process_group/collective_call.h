@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,12 @@ enum class CollectiveKind : std::uint8_t {
 
 const char* to_string(CollectiveKind kind);
 
+/// What a collective of the engine is for. Ranks must agree on it.
+struct CollectivePurpose {
+  std::string text; // "of module 'layers.0'", for messages
+  uint64_t hash;    // of the module's name and of the parameters' names, sizes and dims
+};
+
 /// One rank's call of a collective: the tensors and options. In-place collectives
 /// (all-reduce, broadcast) use `output` alone. A barrier has no tensor.
 struct CollectiveCall {
@@ -32,14 +39,16 @@ struct CollectiveCall {
   at::Tensor output;
   at::Tensor input; // scatter: defined on the root only
   ReduceOp op = ReduceOp::Sum;
+  std::optional<ReduceOp> asked_op = {}; // what the caller asked for, if the backend computes `op`
   int root = 0;
   std::vector<int64_t> out_splits; // all-to-all: lengths along dim 0, or empty
   std::vector<int64_t> in_splits;
   // All-gather: where the parts of each rank's input go in the output. Null: the
   // inputs follow one another in rank order.
   std::shared_ptr<const GatherPlan> plan = nullptr;
+  std::shared_ptr<const CollectivePurpose> purpose = nullptr; // null: not the engine's
 
-  /// "all_gather(out float[8], in float[2])"
+  /// "all_gather of module 'net' (out float[8], in float[2])"
   std::string str() const;
   /// Bytes of the larger one of input and output. Gaps in a planned output do not count.
   int64_t bytes() const;

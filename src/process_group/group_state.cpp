@@ -5,9 +5,26 @@
 
 #include "base/check.h"
 #include "base/text.h"
+#include "process_group/agreement.h"
+#include "process_group/c10d_adapter.h"
 #include "process_group/fake/fake_backend.h"
 
 namespace fsdp::detail {
+
+GroupState::~GroupState() = default;
+
+void GroupState::choose_comparison(bool is_ours) {
+  if (backend->getSize() == 1 || dynamic_cast<const LocalBackend*>(backend.get()) ||
+      !checks_collectives()) {
+    return;
+  }
+  const Members members{backend, name, world_ranks};
+  if (is_ours && backend->getBackendName() == "gloo") {
+    agreed_calls = std::make_unique<AgreedCalls>(members);
+  } else {
+    history = std::make_unique<CallHistory>(members);
+  }
+}
 
 std::shared_ptr<GroupState> BackendFactory::group(
     const std::vector<int>& world_ranks, const std::string& tag) {
@@ -32,6 +49,7 @@ std::shared_ptr<GroupState> BackendFactory::group(
     made->name = std::move(name);
     made->world_ranks = world_ranks;
     made->factory = weak_from_this();
+    made->choose_comparison(/*is_ours=*/true);
     state = std::move(made);
   }
   return state;

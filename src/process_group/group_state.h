@@ -3,7 +3,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -13,16 +12,25 @@
 
 namespace fsdp::detail {
 
+class AgreedCalls;
 class BackendFactory;
+class CallHistory;
 class Liveness;
 
 /// The state that all copies of a ProcessGroup share.
 struct GroupState {
+  ~GroupState();
+
   c10::intrusive_ptr<c10d::Backend> backend;
   std::string name;
   std::vector<int> world_ranks;
   std::weak_ptr<BackendFactory> factory; // empty if the user made the backend
-  std::atomic<uint64_t> num_calls{0};
+  // One of them, or none if the backend compares calls itself. See Note [Ranks that agree].
+  std::unique_ptr<AgreedCalls> agreed_calls;
+  std::unique_ptr<CallHistory> history;
+
+  /// Sets how the ranks compare their calls.
+  void choose_comparison(bool is_ours);
 };
 
 /// Makes the groups of one rank over one transport, and keeps them. A second

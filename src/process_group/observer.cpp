@@ -10,6 +10,7 @@ namespace {
 thread_local CollectiveObserver* innermost = nullptr;
 std::atomic<uint64_t> num_observed{0};
 thread_local const std::string* label = nullptr;
+thread_local const CollectiveLabel::Purpose* label_purpose = nullptr;
 const std::string no_label;
 
 } // namespace
@@ -47,11 +48,17 @@ CollectiveWait::~CollectiveWait() {
   }
 }
 
-CollectiveLabel::CollectiveLabel(const std::string& module)
-    : outer_(std::exchange(label, &module)) {}
+CollectiveLabel::CollectiveLabel(const std::string& module, const Purpose* purpose)
+    : outer_(std::exchange(label, &module)),
+      outer_purpose_(std::exchange(label_purpose, purpose)) {}
 
 CollectiveLabel::~CollectiveLabel() {
   label = outer_;
+  label_purpose = outer_purpose_;
+}
+
+CollectiveLabel::Purpose CollectiveLabel::current_purpose() {
+  return label_purpose ? *label_purpose : nullptr;
 }
 
 const std::string& CollectiveLabel::current() {

@@ -53,18 +53,23 @@ class CollectiveWait {
 };
 
 /// Names the module that this thread's collectives belong to, while this object
-/// lives. Errors and observers show the name. `module` must outlive this object.
+/// lives, and their purpose, on which the ranks must agree. Errors and observers
+/// show the name. The arguments must outlive this object.
 class CollectiveLabel {
  public:
-  explicit CollectiveLabel(const std::string& module);
+  using Purpose = std::shared_ptr<const CollectivePurpose>;
+
+  explicit CollectiveLabel(const std::string& module, const Purpose* purpose = nullptr);
   ~CollectiveLabel();
   CollectiveLabel(const CollectiveLabel&) = delete;
   CollectiveLabel& operator=(const CollectiveLabel&) = delete;
 
   static const std::string& current();
+  static Purpose current_purpose();
 
  private:
   const std::string* outer_;
+  const Purpose* outer_purpose_;
 };
 
 } // namespace fsdp::detail

@@ -62,6 +62,7 @@ auto with_comm_errors(
 /// function that completes the result after the Sum, or an empty one.
 std::function<void()> emulate_scaling(CollectiveCall& call, int size) {
   const auto op = std::exchange(call.op, ReduceOp::Sum);
+  call.asked_op = op;
   if (op.kind() == ReduceOp::Avg) {
     return [output = call.output, size] {
       at::NoGradGuard no_grad;
@@ -119,6 +120,7 @@ ProcessGroup::ProcessGroup(const c10::intrusive_ptr<c10d::Backend>& backend, std
   state_->name = std::move(name);
   state_->world_ranks.resize(backend->getSize());
   std::iota(state_->world_ranks.begin(), state_->world_ranks.end(), 0);
+  state_->choose_comparison(/*is_ours=*/false);
 }
 
 int ProcessGroup::rank() const {
@@ -153,18 +155,20 @@ Work ProcessGroup::issue(detail::CollectiveCall call) const {
   detail::check_call(call, backend.getRank(), backend.getSize());
   auto state = std::make_shared<detail::WorkState>();
   state->module = detail::CollectiveLabel::current();
+  call.purpose = detail::CollectiveLabel::current_purpose();
   state->observed = detail::CollectiveObserver::notify(call, state_->name);
   const auto op = call.op.kind();
-  detail::with_comm_errors(*state_, call.kind, state->module, /*diagnose=*/true, [&] {
-    detail::check_agreement(*state_, call);
-  });
   state->work =
       detail::with_comm_errors(*state_, call.kind, state->module, /*diagnose=*/false, [&] {
         if ((op == ReduceOp::Avg || op == ReduceOp::PremulSum) &&
             !detail::scales_natively(backend)) {
           state->finish = detail::emulate_scaling(call, backend.getSize());
         }
-        return detail::issue(backend, call);
+        if (state_->history) {
+          state_->history->add(call);
+        }
+        return state_->agreed_calls ? state_->agreed_calls->issue(call)
+                                    : detail::issue(backend, call);
       });
   state->kind = call.kind;
   state->has_streams = call.output.defined() && detail::has_streams(call.output.device());

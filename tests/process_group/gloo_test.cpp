@@ -13,6 +13,8 @@
 #include <set>
 #include <sstream>
 
+#include "base/hash.h"
+#include "process_group/agreement.h"
 #include "support/collective_checks.h"
 #include "support/processes.h"
 
@@ -90,6 +92,33 @@ TEST(Gloo, NamesTheRankThatServedTheStoreToo) {
   }
 }
 
+// As over nccl, where no call waits for the peers' opinion.
+TEST(Gloo, HistoriesThatDifferAreExplainedLater) {
+  test::expect_ranks_pass(2, [] {
+    init_process_group({.backend = "gloo", .timeout = std::chrono::seconds(20)});
+    detail::CallHistory history({default_group().backend(), "mine", {0, 1}});
+    const auto add = [&](const std::string& module) {
+      const detail::CollectivePurpose purpose{
+          .text = "of " + module, .hash = detail::add_to_hash(0, module)};
+      history.add(
+          {.kind = detail::CollectiveKind::AllGather,
+           .output = torch::ones(2),
+           .input = torch::ones(1),
+           .purpose = std::make_shared<detail::CollectivePurpose>(purpose)});
+    };
+    for (int step = 0; step < 3; ++step) {
+      add("a");
+      history.compare(torch::kCPU);
+    }
+    add("a");
+    add(get_rank() == 0 ? "b" : "c");
+    history.compare(torch::kCPU);
+    add("d");
+    const auto message = test::message_of<CommError>([&] { history.compare(torch::kCPU); });
+    EXPECT_TRUE(contains(message, "rank 0: all_gather of b; rank 1: all_gather of c"));
+  });
+}
+
 TEST(Gloo, CatchesCallsThatDiffer) {
   test::expect_ranks_pass(2, [] {
     init_process_group({.backend = "gloo", .timeout = std::chrono::seconds(20)});
@@ -101,15 +130,14 @@ TEST(Gloo, CatchesCallsThatDiffer) {
       EXPECT_TRUE(contains(message, part));
     };
     caught("Int", [&] { group.all_reduce(torch::ones(4, odd ? torch::kInt : torch::kFloat)); });
-    caught("5 elements", [&] { group.all_reduce(torch::ones(odd ? 5 : 4)); });
-    caught("5 elements", [&] { group.broadcast(torch::ones(odd ? 5 : 4), 0); });
+    caught("Float[5]", [&] { group.all_reduce(torch::ones(odd ? 5 : 4)); });
+    caught("Float[5]", [&] { group.broadcast(torch::ones(odd ? 5 : 4), 0); });
     caught("root 1", [&] { group.broadcast(torch::ones(4), odd ? 1 : 0); });
-    caught("10 elements", [&] {
+    caught("Float[10]", [&] {
       group.all_gather(torch::ones(odd ? 10 : 8), torch::ones(odd ? 5 : 4));
     });
-    caught("reduction", [&] {
-      group.all_reduce(torch::ones(4), odd ? ReduceOp::Max : ReduceOp::Sum);
-    });
+    caught("max", [&] { group.all_reduce(torch::ones(4), odd ? ReduceOp::Max : ReduceOp::Sum); });
+    caught("avg", [&] { group.all_reduce(torch::ones(4), odd ? ReduceOp::Avg : ReduceOp::Sum); });
     caught("barrier", [&] { odd ? group.barrier() : group.all_reduce(torch::ones(4)); });
     test::check_every_collective(group, 3); // and the group still works
   });
