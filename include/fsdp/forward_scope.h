@@ -14,7 +14,6 @@
 namespace fsdp::detail {
 
 class FSDPState;
-class BypassCheck;
 
 /// Code that a style of parallelize_module runs around a module's forward. It runs inside the
 /// code of fully_shard and of activation checkpointing.
@@ -63,12 +62,13 @@ class FSDP_API ForwardScope {
 
  private:
   bool ended_early();
+  void leave();
 
   const CallSite site_;
   const bool autocast_cache_;
   bool begins_ = false; // see FSDPState::pre_forward
   bool finished_ = false;
-  std::unique_ptr<BypassCheck> check_;
+  bool in_forward_ = false;
 };
 
 /// Runs a module's hooks around one call. `inputs` calls `begin` of each hook, and `outputs` calls

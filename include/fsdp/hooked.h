@@ -5,8 +5,10 @@
 // the user's Impl and hides its forward. Such a module is called hooked. Users declare it with
 // FSDP_MODULE, at the end of this file.
 
+#include <ATen/ops/linear.h>
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/nn/pimpl.h>
 
 #include <memory>
@@ -539,6 +541,20 @@ class Hooked<torch::nn::SequentialImpl> : public detail::FsdpBase<torch::nn::Seq
               std::forward<decltype(held)>(held)...);
         },
         std::forward<A>(args)...);
+  }
+};
+
+/// Computes as Python's Linear does: at::linear adds the bias inside the matrix product.
+/// (LibTorch's own forward adds it afterwards if the input has more than two dims, which rounds
+/// twice in bf16.)
+template <>
+class Hooked<torch::nn::LinearImpl> : public detail::FsdpBase<torch::nn::LinearImpl> {
+ public:
+  using detail::FsdpBase<torch::nn::LinearImpl>::FsdpBase;
+  at::Tensor forward(const at::Tensor& input) {
+    return detail::run_forward<const at::Tensor&>(
+        this->fsdp_site(),
+        [this](const at::Tensor& x) { return at::linear(x, this->weight, this->bias); }, input);
   }
 };
 

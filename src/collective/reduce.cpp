@@ -14,17 +14,30 @@ namespace fsdp::detail {
 
 namespace {
 
-/// Returns the gradient with each rank's part as consecutive rows (dim 0).
-at::Tensor rank_parts_as_rows(const ReduceInput& input, int64_t num_ranks) {
-  if (input.shard_dim == 0 || num_ranks == 1) {
-    return input.grad;
-  }
-  TORCH_INTERNAL_ASSERT(input.grad.size(input.shard_dim) % num_ranks == 0);
-  return at::cat(input.grad.chunk(num_ranks, input.shard_dim), /*dim=*/0);
-}
-
 int64_t divide_up(int64_t number, int64_t by) {
   return (number + by - 1) / by;
+}
+
+/// Returns the gradient with each rank's part as consecutive rows (dim 0).
+at::Tensor rank_parts_as_rows(const ReduceInput& input, int64_t num_ranks) {
+  const auto& grad = input.grad;
+  if (input.shard_dim == 0 || num_ranks == 1) {
+    return grad;
+  }
+  const auto parts = grad.chunk(num_ranks, input.shard_dim);
+  const auto length = grad.size(input.shard_dim);
+  if (length % num_ranks == 0) {
+    return at::cat(parts, /*dim=*/0);
+  }
+  // One row per rank, with zeros at its end.
+  auto rows =
+      at::zeros({num_ranks, grad.numel() / length * divide_up(length, num_ranks)}, grad.options());
+  for (size_t rank = 0; rank < parts.size(); ++rank) {
+    rows[static_cast<int64_t>(rank)]
+        .narrow(0, 0, parts[rank].numel())
+        .copy_(parts[rank].reshape(-1));
+  }
+  return rows;
 }
 
 /// Writes every rank's rows of every gradient into `flat`, rank after rank, and zeros for missing

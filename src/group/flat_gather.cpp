@@ -91,6 +91,13 @@ int64_t FlatParams::make_payloads(const at::Tensor& shard) {
   for (size_t k = layout_.num_plain; k < params_.size(); ++k) {
     auto& param = *params_[layout_.order[k]];
     const auto& part = layout_.parts[layout_.order[k]].shard;
+    const auto& geometry = param.geometry();
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        geometry.dim == 0 || geometry.sizes[geometry.dim] % geometry.num_ranks == 0,
+        "[fully_shard] parameter '", param.name(),
+        "' has an all-gather extension and cannot be "
+        "divided evenly along dim ",
+        geometry.dim, "; shard it along dim 0");
     auto payload = in_extension("pre_all_gather", param, [&] {
       return param.extension->pre_all_gather(
           typed_view(shard, part.offset, part.numel, param.dtype())
@@ -114,6 +121,7 @@ int64_t FlatParams::make_payloads(const at::Tensor& shard) {
 }
 
 void FlatParams::take(PendingGather& gathered) {
+  told_of_write_ = false;
   if (gathered.placed) {
     whole_->adopt(std::exchange(gathered.buffer, at::Tensor()));
     whole_stream_ = gathered.stream;
@@ -170,8 +178,9 @@ void FlatParams::copy_out_parts(const PendingGather& gathered) {
       auto pieces = typed_view(targets[k].view(-1), 0, targets[k].numel(), gather_dtype(param))
                         .view({ranks_.size(), geometry.padded_numel})
                         .unbind(0);
-      for (auto& piece : pieces) {
-        piece = piece.view(geometry.shard_sizes); // even, so every rank's are the same
+      for (int64_t rank = 0; rank < ranks_.size(); ++rank) { // the padding comes last
+        const auto sizes = geometry.shard_sizes_of(rank);
+        pieces[rank] = pieces[rank].narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
       }
       auto whole = param.unsharded().detach();
       at::cat_out(whole, pieces, geometry.dim);

@@ -2,6 +2,7 @@
 #include "group/flat_params.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <set>
 #include <utility>
 
+#include "base/hash.h"
 #include "base/text.h"
 #include "group/flat_views.h"
 #include "param/param_placement.h"
@@ -81,9 +83,55 @@ void FlatParams::abandon_whole() {
 
 void FlatParams::set_owner(const std::string& owner) {
   owner_ = owner;
+  purposes_.clear();
+  purpose_.reset();
   if (whole_) {
     whole_->set_owner(owner);
   }
+}
+
+const CollectiveLabel::Purpose& FlatParams::purpose() const {
+  if (!purpose_) {
+    std::vector<FSDPParam*> all;
+    for (const auto& param : params_) {
+      all.push_back(param.get());
+    }
+    purpose_ = make_purpose(all);
+  }
+  return purpose_;
+}
+
+const CollectiveLabel::Purpose& FlatParams::purpose(const std::vector<FSDPParam*>& params) const {
+  if (params.size() == params_.size()) {
+    return purpose();
+  }
+  constexpr size_t kMost = 64; // the sets of used parameters may change from step to step
+  if (purposes_.size() > kMost) {
+    purposes_.clear();
+  }
+  auto& found = purposes_[params];
+  if (!found) {
+    found = make_purpose(params);
+  }
+  return found;
+}
+
+CollectiveLabel::Purpose FlatParams::make_purpose(const std::vector<FSDPParam*>& params) const {
+  auto hash = add_to_hash(kEmptyHash, owner_);
+  std::vector<std::string> names;
+  for (const auto* param : params) {
+    names.push_back(param->name());
+    hash = add_to_hash(hash, param->name());
+    for (const auto size : param->geometry().sizes) {
+      hash = add_to_hash(hash, static_cast<uint64_t>(size));
+    }
+    hash = add_to_hash(hash, static_cast<uint64_t>(param->geometry().dim));
+  }
+  auto text = owner_.empty() ? "of the root module" : c10::str("of module '", owner_, "'");
+  if (params.size() < params_.size()) {
+    text += c10::str(", for its parameters ", join(names), " alone");
+  }
+  return std::make_shared<CollectivePurpose>(CollectivePurpose{std::move(text), hash});
 }
 
 void FlatParams::build() {
@@ -136,6 +184,9 @@ void FlatParams::attach_params() {
     attach_param(k, shard);
   }
   shard_ = shard; // the old one held the values until here
+  earlier_writes_ += guard_ ? guard_->num_writes() : 0;
+  guard_ =
+      std::make_unique<GuardedShards>(shard_, [this](int64_t offset) { return param_at(offset); });
   if (whole_) {
     whole_->free();
   }
@@ -247,8 +298,21 @@ void FlatParams::check_on_host() const {
       join(elsewhere), "; do not move the module after fully_shard, or to_empty it on the CPU");
 }
 
+/// The name of the parameter whose shard is at that offset of the shard buffer, in bytes.
+std::string FlatParams::param_at(int64_t offset) const {
+  const auto unit = static_cast<int64_t>(shard_.element_size());
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const auto& part = layout_.parts[i].shard;
+    const auto from = part.offset * unit;
+    if (offset == from || (offset > from && offset < from + part.numel * unit)) {
+      return params_[i]->name();
+    }
+  }
+  return owner_;
+}
+
 uint64_t FlatParams::shard_version() const {
-  uint64_t sum = 0;
+  uint64_t sum = earlier_writes_ + guard_->num_writes();
   for (const auto& param : params_) {
     sum += param->shard_version();
   }
@@ -312,15 +376,51 @@ void FlatParams::show(Face face) {
     return;
   }
   for (const auto& param : params_) {
-    if (whole_ && face == Face::Sharded && param->check_and_clear_unsharded_edit()) {
-      TORCH_WARN(
-          "[fully_shard] parameter '", param->name(),
-          "' was written to while it was unsharded; this is lost. Write to its shard, while it is "
-          "resharded");
-    }
     param->show(face);
   }
   shown_ = face;
+}
+
+void FlatParams::refuse_write(const FSDPParam& param) {
+  told_of_write_ = true;
+  TORCH_CHECK(
+      false, "[fully_shard] parameter '", param.name(),
+      "' was written to while it was unsharded, which would be lost. Write to its shard: call "
+      "reshard() first. If this was a step of an optimizer, a forward without a backward came "
+      "before it: run that one under torch::NoGradGuard");
+}
+
+void FlatParams::check_whole_unwritten() {
+  if (shown_ == Face::Sharded || !whole_) {
+    return;
+  }
+  const FSDPParam* written = nullptr;
+  for (const auto& param : params_) {
+    written = param->check_and_clear_unsharded_edit() ? param.get() : written;
+  }
+  if (written) {
+    refuse_write(*written);
+  }
+}
+
+void FlatParams::check_whole_values(bool only_steps) {
+  if (!whole_ || told_of_write_) {
+    return;
+  }
+  for (const auto& param : params_) {
+    const auto& geometry = param->geometry();
+    const bool is_exact = !param->extension && at::isFloatingType(param->dtype());
+    if (is_exact && (!only_steps || at::is_expandable_to(geometry.shard_sizes, geometry.sizes))) {
+      const auto whole = param->unsharded().detach();
+      const auto part =
+          whole.narrow(geometry.dim, geometry.offset, geometry.shard_sizes[geometry.dim]);
+      if (!at::allclose(
+              part, param->sharded().to(whole.options()), /*rtol=*/0, /*atol=*/0,
+              /*equal_nan=*/true)) {
+        refuse_write(*param);
+      }
+    }
+  }
 }
 
 void FlatParams::visit_memory(const MemoryVisitor& visit) const {

@@ -4,6 +4,7 @@
 
 #include <fsdp/policy.h>
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,6 +16,8 @@
 #include "observe/live_memory.h"
 #include "param/freeable_buffer.h"
 #include "param/fsdp_param.h"
+#include "param/shard_guard.h"
+#include "process_group/observer.h"
 
 namespace fsdp::detail {
 
@@ -73,6 +76,10 @@ class FlatParams {
   }
   /// The name that an access to freed memory reports.
   void set_owner(const std::string& owner);
+  /// The purpose of a collective of some of the parameters, on which the ranks must agree. It is
+  /// the same object as long as the parameters and their names are the same.
+  const CollectiveLabel::Purpose& purpose(const std::vector<FSDPParam*>& params) const;
+  const CollectiveLabel::Purpose& purpose() const; // of all
   /// For the log: parameters, dtypes, bytes and padding.
   std::string describe() const;
   /// Calls `visit` for every tensor that may have memory, shards first. A tensor may be undefined,
@@ -88,7 +95,7 @@ class FlatParams {
   void build();
   /// Throws if a parameter cannot be trained: it is on the meta device, or not where it belongs.
   void check_trainable() const;
-  /// The sum of the shards' version counters: grows when somebody writes to a shard.
+  /// Grows when somebody writes to a shard.
   uint64_t shard_version() const;
 
   // ---- Whole parameters
@@ -101,9 +108,15 @@ class FlatParams {
   void drop_payloads() {
     payloads_.clear();
   }
-  /// Shows the parameters' shards or the whole parameters. Warns of a write to a whole parameter,
-  /// which is lost when its shard is shown.
+  /// Shows the parameters' shards or the whole parameters.
   void show(Face face);
+  /// Throws if somebody wrote to a whole parameter: that would be lost. Says so once.
+  void check_whole_unwritten();
+  /// The same for writes that no version counter tells (through `.data()`, as those of
+  /// torch::optim::SGD): compares this rank's part of the whole parameters with its shards, which
+  /// must not have been written to since the gather. With `only_steps`, only where a step could
+  /// have written without an error: where the shard broadcasts to the whole parameter.
+  void check_whole_values(bool only_steps);
   /// Freed memory of whole parameters, and the stream that it was allocated on. Both are empty if
   /// there is nothing that the caller has to keep.
   struct Freed {
@@ -142,6 +155,9 @@ class FlatParams {
   void attach_params();
   void attach_param(size_t k, const at::Tensor& shard);
   std::shared_ptr<const GatherPlan> gather_plan() const;
+  std::string param_at(int64_t offset) const;
+  [[noreturn]] void refuse_write(const FSDPParam& param);
+  CollectiveLabel::Purpose make_purpose(const std::vector<FSDPParam*>& params) const;
   void abandon_whole();
   at::Tensor gather_input(AllGather* allocator, at::Tensor& buffer);
   int64_t make_payloads(const at::Tensor& shard);
@@ -155,6 +171,9 @@ class FlatParams {
   const std::optional<CPUOffloadPolicy> offload_;
   const c10::Device compute_device_;
   std::string owner_;
+  // By the parameters that take part. Usually that is all of them, or those of one dtype.
+  mutable std::map<std::vector<FSDPParam*>, CollectiveLabel::Purpose> purposes_;
+  mutable CollectiveLabel::Purpose purpose_; // of all
   FlatLayout layout_;
   std::vector<bool> extended_;         // by parameter: whether the layout was made for an extension
   std::vector<int64_t> gather_numels_; // of the parameters without extension, in layout order
@@ -164,12 +183,15 @@ class FlatParams {
   bool backend_places_ = false; // the process group can gather by the plan
 
   at::Tensor shard_;
+  std::unique_ptr<GuardedShards> guard_;
+  uint64_t earlier_writes_ = 0;         // to the shards before they were replaced
   std::optional<FreeableBuffer> whole_; // empty if the shard is the whole
   OptionalStream whole_stream_;         // that a placed gather allocated the memory on
   // In layout order: views of `whole_` with one row per rank. Undefined for dims other than 0.
   std::vector<at::Tensor> gather_targets_;
   std::vector<Payload> payloads_;
   Face shown_ = Face::Sharded;
+  bool told_of_write_ = false; // to the whole parameters of the last gather
 
   ProcessGroup neighbours_;
   at::Tensor divided_; // one dimension: this rank's part, between forward and backward

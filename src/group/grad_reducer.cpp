@@ -72,7 +72,11 @@ GradReducer::GradReducer(
     FlatParams& flat,
     const std::optional<ProcessGroup>& replicas,
     std::optional<at::ScalarType> reduce_dtype)
-    : reduce_dtype(reduce_dtype), flat_(flat), replicas_(replicas), group_(flat.ranks()) {}
+    : reduce_dtype(reduce_dtype), flat_(flat), replicas_(replicas), group_(flat.ranks()) {
+  for (const auto& param : flat_.params()) {
+    param->set_reduce_dtype(reduce_dtype);
+  }
+}
 
 bool GradReducer::has_grads() const {
   return std::any_of(flat_.params().begin(), flat_.params().end(), [](const auto& param) {
@@ -119,7 +123,6 @@ void GradReducer::start(ReductionQueue& queue) {
       dtypes.push_back(dtype);
     }
   }
-  const CollectiveLabel collective(name_);
   for (const auto dtype : dtypes) {
     start(queue, dtype);
   }
@@ -170,6 +173,7 @@ void GradReducer::start(ReductionQueue& queue, at::ScalarType dtype) {
            .factor = gradient_divide_factor,
            .force_sum = force_sum}),
       .stream = queue.reduce_scatter_stream()};
+  const CollectiveLabel collective(name_, &flat_.purpose(reduction.params));
   reduction.reducing = start_reduce(*reduce_scatter_, inputs, reduction.request);
   if (finishes_on_stream(reduction)) {
     const c10::OptionalStreamGuard on(reduction.request.stream);
@@ -217,7 +221,7 @@ bool GradReducer::finish_reduce_scatter(Reduction& reduction) {
 void GradReducer::start_all_reduce(Reduction& reduction, const OptionalStream& stream) {
   wait_for_stream(stream, reduction.request.stream);
   const c10::OptionalStreamGuard on(stream);
-  const CollectiveLabel collective(name_);
+  const CollectiveLabel collective(name_, &flat_.purpose(reduction.params));
   reduction.reducing.work = replicas_->all_reduce_async(
       reduction.reducing.output, reduction.request.factors.all_reduce_op);
 }

@@ -90,6 +90,14 @@ void FSDPParamGroup::log_layout() const {
                           " reshard_after_forward=", ranks_after_forward_));
 }
 
+std::vector<ProcessGroup> FSDPParamGroup::process_groups() const {
+  std::vector<ProcessGroup> groups{flat_.ranks()};
+  if (replicas_) {
+    groups.push_back(*replicas_);
+  }
+  return groups;
+}
+
 void FSDPParamGroup::visit_memory(const MemoryVisitor& visit) const {
   flat_.visit_memory(visit); // first: the shard may be the input of a gather
   const auto visit_gather = [&](const PendingGather& gathered) {
@@ -138,7 +146,7 @@ void FSDPParamGroup::take_first_replica() {
   }
   from_first_replica_ = false;
   at::NoGradGuard no_grad;
-  const CollectiveLabel collective(name_);
+  const CollectiveLabel collective(name_, &flat_.purpose());
   const auto& shard = flat_.shard();
   const auto values = shard.to(flat_.compute_device()); // where the ranks communicate
   replicas_->broadcast(values, /*root=*/0);
@@ -151,13 +159,15 @@ void FSDPParamGroup::take_first_replica() {
 // ------------------------------------------------------------ Parameters
 
 void FSDPParamGroup::unshard(UnshardFor purpose) {
-  const bool up_to_date = state_ == ParamsState::Gathering || state_ == ParamsState::Unsharded ||
-                          state_ == ParamsState::Kept;
-  if (up_to_date) {
-    if (!was_changed()) {
+  if (state_ == ParamsState::Unsharded) {
+    flat_.check_whole_unwritten();
+  }
+  if (state_ == ParamsState::Gathering || state_ == ParamsState::Unsharded ||
+      state_ == ParamsState::Kept) {
+    if (is_current()) {
       return;
     }
-    drop_gather(); // of shards that were replaced since
+    drop_gather();
   }
   record_event(EventLog::Kind::Unshard, name_, training_state(purpose));
   const bool for_backward =
@@ -167,9 +177,14 @@ void FSDPParamGroup::unshard(UnshardFor purpose) {
   }
 }
 
+/// True if nobody has replaced or written to a shard since the last gather.
+bool FSDPParamGroup::is_current() const {
+  return !was_changed() && shard_version() == gathered_version_;
+}
+
 void FSDPParamGroup::start_gather(UnshardFor purpose) {
   const Range range("all_gather", label_);
-  const CollectiveLabel collective(name_);
+  const CollectiveLabel collective(name_, &flat_.purpose());
   const bool in_backward = training_state(purpose) == TrainingState::PreBackward;
   const auto streams = comm->gather_streams(flat_.device(), /*own=*/purpose != UnshardFor::User);
   if (state_ == ParamsState::Divided && in_backward) {
@@ -180,6 +195,7 @@ void FSDPParamGroup::start_gather(UnshardFor purpose) {
       to_sharded(/*overlap_next_gather=*/!in_backward);
     }
     gather_ = flat_.start_gather(all_gather_, streams);
+    gathered_version_ = shard_version();
   }
   enter(ParamsState::Gathering);
   gathered_for_ = purpose;
@@ -189,13 +205,13 @@ void FSDPParamGroup::start_gather(UnshardFor purpose) {
 }
 
 void FSDPParamGroup::wait_for_unshard(UnshardFor purpose) {
-  if (state_ == ParamsState::Kept) {
+  if (state_ == ParamsState::Kept && is_current()) {
     enter(ParamsState::Unsharded);
     flat_.show(Face::Unsharded);
     return;
   }
-  if (state_ == ParamsState::Gathering && was_changed()) {
-    unshard(purpose); // again, with the shards that were put there since
+  if ((state_ == ParamsState::Gathering || state_ == ParamsState::Kept) && !is_current()) {
+    unshard(purpose); // again, with the shards as they are now
   }
   if (state_ != ParamsState::Gathering) {
     return;
@@ -230,7 +246,7 @@ void FSDPParamGroup::wait_for_unshard(UnshardFor purpose) {
 
 void FSDPParamGroup::reshard(ReshardAfter when) {
   const bool forward = when == ReshardAfter::Forward;
-  if (forward && ranks_after_forward_ == 0) {
+  if (forward && (ranks_after_forward_ == 0 || kept_for_graph_)) {
     return;
   }
   record_event(EventLog::Kind::Reshard, name_, training_state(when));
@@ -239,6 +255,10 @@ void FSDPParamGroup::reshard(ReshardAfter when) {
   }
   if (state_ == ParamsState::Gathering && !was_changed()) {
     return; // somebody will wait for it, and reshard then
+  }
+  flat_.check_whole_unwritten();
+  if (when == ReshardAfter::User && state_ == ParamsState::Unsharded && is_current()) {
+    flat_.check_whole_values(/*only_steps=*/false);
   }
   discard_gather();
   if (forward && ranks_after_forward_ < size() && !was_changed()) {
@@ -303,6 +323,9 @@ void FSDPParamGroup::pre_forward(bool entering) {
   const Range range("pre_forward", label_);
   if (entering) {
     whole_before_forward_ = state_ == ParamsState::Unsharded;
+    if (whole_before_forward_ && gathered_for_ != UnshardFor::User && is_current()) {
+      flat_.check_whole_values(/*only_steps=*/true); // no backward came after the forward before
+    }
   }
   unshard(UnshardFor::Forward);
   wait_for_unshard(UnshardFor::Forward);
@@ -320,6 +343,7 @@ void FSDPParamGroup::post_forward() {
     record_event(EventLog::Kind::Reshard, name_, TrainingState::Forward);
   }
   if (ranks_after_forward_ > 0 || !whole_before_forward_) {
+    flat_.check_whole_unwritten();
     discard_gather();
     to_sharded(/*overlap_next_gather=*/true);
   }
@@ -338,13 +362,16 @@ void FSDPParamGroup::prefetch(UnshardFor purpose) {
   unshard(purpose);
 }
 
-void FSDPParamGroup::post_backward() {
+void FSDPParamGroup::post_backward(bool keep) {
   const Range range("post_backward", label_);
   if (!reduce_grads) {
     const Range accumulating("post_backward_accumulate", label_);
     reducer_->accumulate();
   }
-  if (reshard_after_backward) {
+  kept_for_graph_ |= keep;
+  if (kept_for_graph_) {
+    // The backward of a backward needs them, until its end.
+  } else if (reshard_after_backward) {
     const Range resharding("post_backward_reshard", label_);
     reshard(ReshardAfter::Backward);
   } else {
@@ -364,15 +391,22 @@ void FSDPParamGroup::post_backward() {
 /// The modules see shards, and the whole parameters stay in memory.
 void FSDPParamGroup::keep_whole() {
   if (state_ == ParamsState::Unsharded) {
+    flat_.check_whole_unwritten();
     flat_.show(Face::Sharded);
     enter(ParamsState::Kept);
   }
 }
 
-void FSDPParamGroup::end_backward(bool is_last) {
+void FSDPParamGroup::end_backward(bool is_last, bool keep) {
   wait_for_host_copies();
   if (is_last) {
     drop_gather();
+  }
+  if (keep) {
+    return;
+  }
+  if (std::exchange(kept_for_graph_, false) && reshard_after_backward) {
+    reshard(ReshardAfter::Backward);
   }
   keep_whole();
   // After the last backward an optimizer may step, which version counters do not always tell.
@@ -393,6 +427,7 @@ void FSDPParamGroup::wait_for_host_copies() {
 }
 
 void FSDPParamGroup::reset() {
+  kept_for_graph_ = false;
   gather_.reset();
   flat_.drop_payloads();
   to_sharded();

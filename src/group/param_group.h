@@ -69,6 +69,8 @@ class FSDPParamGroup {
     return state_ == ParamsState::Unsharded || state_ == ParamsState::Kept ||
            state_ == ParamsState::Outdated;
   }
+  /// Those that this group communicates over.
+  std::vector<ProcessGroup> process_groups() const;
   uint64_t shard_version() const {
     return flat_.shard_version();
   }
@@ -85,7 +87,8 @@ class FSDPParamGroup {
 
   // ---- Parameters
 
-  /// Starts the all-gather, unless one is under way or the parameters are whole and up to date.
+  /// Starts the all-gather, unless one is under way or the parameters are whole already. A gather
+  /// that is out of date, because somebody has replaced or written to a shard since, is done again.
   void unshard(UnshardFor purpose);
   /// Completes it: the modules see whole parameters. Nothing to do if no gather is under way.
   void wait_for_unshard(UnshardFor purpose);
@@ -104,10 +107,12 @@ class FSDPParamGroup {
   /// Starts an unshard that somebody will wait for later.
   void prefetch(UnshardFor purpose);
   /// Reshards, then starts the reduction of the gradients that backward has left: so the whole
-  /// parameters are not in memory beside the buffers of the reduction.
-  void post_backward();
-  /// The modules see shards. After the last backward no gather is under way.
-  void end_backward(bool is_last);
+  /// parameters are not in memory beside the buffers of the reduction. With `keep` the modules go
+  /// on seeing whole parameters: backward made a graph of them (create_graph), whose own backward
+  /// is to come.
+  void post_backward(bool keep = false);
+  /// The modules see shards, unless `keep`. After the last backward no gather is under way.
+  void end_backward(bool is_last, bool keep = false);
   /// Forgets a gather that a forward prefetched and nobody used.
   void drop_unused_prefetch();
   /// Waits until offloaded shards have been read, and their gradients written.
@@ -139,6 +144,7 @@ class FSDPParamGroup {
 
  private:
   void enter(ParamsState next);
+  bool is_current() const;
   void take_first_replica();
   void start_gather(UnshardFor purpose);
   void to_sharded(bool overlap_next_gather = false);
@@ -160,7 +166,9 @@ class FSDPParamGroup {
   ParamsState state_ = ParamsState::Sharded;
   std::optional<PendingGather> gather_;        // exactly while Gathering
   UnshardFor gathered_for_ = UnshardFor::User; // of the gather that was started last
-  bool whole_before_forward_ = false;          // before the forward that is running
+  uint64_t gathered_version_ = 0;              // of the shards that the last gather sent
+  bool kept_for_graph_ = false;       // whole since a backward that made a graph (create_graph)
+  bool whole_before_forward_ = false; // before the forward that is running
   // Last, so that it ends first.
   const LiveMemory live_{[this](const MemoryVisitor& visit) { visit_memory(visit); }};
 };

@@ -199,8 +199,8 @@ void FSDPModule::set_custom_reduce_scatter(std::shared_ptr<ReduceScatter> comm) 
 
 void FSDPModule::set_all_reduce_hook(
     std::function<void(at::Tensor&)> hook, std::optional<c10::Stream> stream) {
-  if (auto* group = only_group(*state(), "set_all_reduce_hook")) {
-    group->reducer().set_all_reduce_hook(std::move(hook), stream);
+  for (const auto& group : state()->groups()) {
+    group->reducer().set_all_reduce_hook(hook, stream);
   }
 }
 

@@ -4,6 +4,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
 
+#include "base/shard_key.h"
+
 // Null if torch was built without OpenMP.
 extern "C" __attribute__((weak)) void omp_set_num_threads(int);
 
@@ -66,6 +68,7 @@ void KernelLists::add(
 
 void KernelLists::run(const Kernel& kernel) {
   at::AutoDispatchBelowADInplaceOrView below; // saves autograd's dispatch for every tensor
+  const UnguardedShards unguarded;
   if (!lists_.empty()) {
     kernel(lists_);
   }

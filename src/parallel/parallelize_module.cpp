@@ -151,7 +151,7 @@ Divisions check_divisions(const std::vector<Target>& targets) {
       check_dividable(at, division.name, division.param, {division.placement});
       const auto known = TensorPiece::find(division.param);
       TORCH_CHECK_VALUE(
-          !known || !known->sums_grads || division.sum_grads, detail::kParallelizeTag,
+          !known || !known->sum_grad || division.sum_grads, detail::kParallelizeTag,
           "the gradient of parameter '", division.name, "' is summed over ",
           detail::axis_text(at.mesh), " already, for a module that has part of the sequence; ",
           at.text(), " has all of it");
@@ -221,16 +221,23 @@ std::shared_ptr<TensorPiece> make_piece(
   return std::make_shared<TensorPiece>(param, name, spec);
 }
 
-/// Adds a hook that sums the parameter's gradient over the ranks. Each rank computes one term.
-void sum_gradients(const ParamDivision& division, const DeviceMesh& mesh) {
+/// Each rank computes one term of the parameter's gradient: a hook sums them. Where fully_shard
+/// reduces gradients in another dtype, it sums them in that dtype instead.
+void sum_gradients(const ParamDivision& division, const DeviceMesh& mesh, TensorPiece& piece) {
   const detail::LocalMove move{mesh, Partial{}, Replicate{}};
   const detail::MoveLabel label{
       detail::kParallelizeTag + ("the gradient of '" + division.name + "'"), division.name};
   const auto& param = division.param;
   const bool requires_grad = param.requires_grad();
   param.set_requires_grad(true); // register_hook needs this, also for a frozen parameter
-  param.register_hook([move, label](const at::Tensor& grad) {
-    return grad.defined() ? detail::move_local(grad, move, label) : grad;
+  piece.sum_grad = [move, label](const at::Tensor& grad) {
+    return detail::move_local(grad, move, label);
+  };
+  const auto* impl = param.unsafeGetTensorImpl(); // which owns the hook
+  param.register_hook([sum = piece.sum_grad, impl](const at::Tensor& grad) {
+    const auto* managed = detail::FSDPParam::find(impl);
+    const bool is_left = !grad.defined() || (managed && managed->sums_itself(grad));
+    return is_left ? grad : sum(grad);
   });
   param.set_requires_grad(requires_grad);
 }
@@ -246,9 +253,8 @@ TensorPieces divide(const Target& target) {
       known =
           make_piece(division.param, division.name, {target.at.mesh, {division.placement}, sizes});
     }
-    if (division.sum_grads && !known->sums_grads) {
-      sum_gradients(division, target.at.mesh);
-      known->sums_grads = true;
+    if (division.sum_grads && !known->sum_grad) {
+      sum_gradients(division, target.at.mesh, *known);
     }
     pieces.push_back(std::move(known));
   }

@@ -24,7 +24,8 @@ void FreeableBuffer::set_owner(const std::string& owner) {
   message_ = c10::str(
       "fsdp: the parameters of '", owner,
       "' are resharded: their full values are not in memory. Use them inside the module's "
-      "forward, or call unshard() first");
+      "forward, or call unshard() first. If backward needs them, do not switch its gather off "
+      "(set_unshard_in_backward), and do not reshard() while it runs");
 }
 
 void FreeableBuffer::allocate() {
@@ -68,11 +69,11 @@ at::Tensor FreeableBuffer::free() {
       to->set_nbytes(nbytes_);
     }
   }
-  storage->set_nbytes(0);
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-  // Torch 2.11 cannot clear the message again: there, access to a freed buffer finds a null
-  // pointer.
+  // The size stays, so that an operator gets as far as the data, whose access gives the message.
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(message_);
+#else
+  storage->set_nbytes(0); // this torch could not clear the message again
 #endif
   allocated_ = false;
   return lender;

@@ -6,6 +6,8 @@
 
 #include <utility>
 
+#include "param/shard_guard.h"
+#include "param/tensor_piece.h"
 #include "param/tensor_table.h"
 #include "runtime/stream.h"
 
@@ -47,6 +49,9 @@ class UnshardedAccumulator : public autograd::Node {
         !grad.is_sparse(), "fsdp: parameter '", slot->name,
         "' got a sparse gradient, which cannot be reduced; build its module with sparse(false)");
     at::NoGradGuard no_grad; // sharded gradients carry no graph
+    if (slot->sums_itself(grad)) {
+      grad = slot->sum_grad(grad.to(*slot->reduce_dtype));
+    }
     autograd::AccumulateGrad::accumulateGrad(
         unsharded_, slot->grad, grad, /*num_expected_refs=*/1,
         [&](at::Tensor&& sum) { slot->grad = std::move(sum); });
@@ -64,6 +69,9 @@ class UnshardedAccumulator : public autograd::Node {
   std::string name() const override {
     return "FsdpAccumulateGrad";
   }
+  const at::Tensor& param() const {
+    return param_;
+  }
 
  private:
   const at::Tensor param_;
@@ -73,6 +81,21 @@ class UnshardedAccumulator : public autograd::Node {
 };
 
 namespace {
+
+/// Stops a backward whose forward ran before the parameter was sharded.
+class RefuseGradient : public autograd::FunctionPreHook {
+ public:
+  explicit RefuseGradient(std::string name) : name_(std::move(name)) {}
+  autograd::variable_list operator()(const autograd::variable_list& /*grads*/) override {
+    TORCH_CHECK(
+        false, "[fully_shard] backward reached parameter '", name_,
+        "' through a forward that ran before fully_shard, and has a gradient of the whole "
+        "parameter; run forward again");
+  }
+
+ private:
+  const std::string name_;
+};
 
 /// Returns true if `node` was made on another stream than the current one. Autograd runs a node on
 /// the stream that was current when the node was made. If this is not the stream of forward, the
@@ -93,8 +116,16 @@ FSDPParam::FSDPParam(
       unsharded_version_(kFirstUnshardedVersion),
       seen_unsharded_version_(kFirstUnshardedVersion),
       sharded_accumulator_(weak_node(NodePtr())),
-      slot_(std::make_shared<Slot>(Slot{{}, std::move(name), {}})) {
+      slot_(std::make_shared<Slot>()) {
+  slot_->name = std::move(name);
+  if (const auto piece = TensorPiece::find(param_)) {
+    slot_->sum_grad = piece->sum_grad;
+  }
   param_.mutable_grad().reset(); // belongs to the whole parameter
+  if (const auto earlier = autograd::impl::try_get_grad_accumulator(param_)) {
+    earlier->add_pre_hook(std::make_unique<RefuseGradient>(this->name()));
+    autograd::impl::set_grad_accumulator(param_, weak_node(NodePtr()));
+  }
   const bool is_new = sharded_params.add(param_, this);
   TORCH_INTERNAL_ASSERT(is_new, "parameter '", this->name(), "' is managed already");
 }
@@ -109,13 +140,23 @@ FSDPParam::~FSDPParam() {
 }
 
 FSDPParam* FSDPParam::find(const at::Tensor& tensor) {
+  return find(tensor.unsafeGetTensorImpl());
+}
+
+FSDPParam* FSDPParam::find(const at::TensorImpl* tensor) {
   return sharded_params.with(
       tensor, [](FSDPParam* const* param) { return param ? *param : nullptr; });
+}
+
+FSDPParam* FSDPParam::of_accumulator(const autograd::Node* node) {
+  const auto* accumulator = dynamic_cast<const UnshardedAccumulator*>(node);
+  return accumulator ? find(accumulator->param()) : nullptr;
 }
 
 // ------------------------------------------------------------ Faces
 
 at::Tensor FSDPParam::shard_values() const {
+  const UnguardedShards unguarded;
   const auto values = param_.detach();
   if (values.sizes() == geometry_.sizes) {
     return values.narrow(geometry_.dim, geometry_.offset, geometry_.shard_sizes[geometry_.dim]);
@@ -130,6 +171,7 @@ at::Tensor FSDPParam::shard_values() const {
 
 void FSDPParam::attach(const at::Tensor& sharded, const at::Tensor& unsharded) {
   at::NoGradGuard no_grad;
+  const UnguardedShards unguarded;
   const auto values = shard_values();
   sharded_ = sharded.variable_data();
   unsharded_ = unsharded.variable_data();
@@ -138,7 +180,8 @@ void FSDPParam::attach(const at::Tensor& sharded, const at::Tensor& unsharded) {
     sharded_.copy_(values);
   }
   auto* impl = param_.unsafeGetTensorImpl();
-  impl->shallow_copy_from(sharded_.getIntrusivePtr());
+  guarded_ = guarded(sharded_);
+  impl->shallow_copy_from(guarded_.getIntrusivePtr());
   impl->set_version_counter(sharded_version_);
   sharded_.unsafeGetTensorImpl()->set_version_counter(sharded_version_); // as_dtensor returns it
   auto& grad = param_.mutable_grad();
@@ -176,7 +219,7 @@ void FSDPParam::show(Face face) {
     autograd::impl::set_grad_accumulator(param_, weak_node(unsharded_accumulator_));
   } else {
     if (!was_replaced()) {
-      impl->shallow_copy_from(sharded_.getIntrusivePtr());
+      impl->shallow_copy_from(guarded_.getIntrusivePtr());
     } else if (
         param_.sizes() == unsharded_.sizes() &&
         at::equal(param_.detach(), unsharded_.to(param_.options()))) {

@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "param/autograd_compat.h"
@@ -54,6 +55,9 @@ class FSDPParam {
 
   /// The object that manages `tensor`, or null.
   static FSDPParam* find(const at::Tensor& tensor);
+  static FSDPParam* find(const at::TensorImpl* tensor);
+  /// The object whose unsharded gradient `node` accumulates, or null.
+  static FSDPParam* of_accumulator(const torch::autograd::Node* node);
 
   const std::string& name() const {
     return slot_->name;
@@ -120,6 +124,15 @@ class FSDPParam {
   void set_on_grad(std::function<void()> on_grad) {
     slot_->on_grad = std::move(on_grad);
   }
+  /// Sets the dtype in which gradients are summed over ranks. Empty: their own.
+  void set_reduce_dtype(std::optional<at::ScalarType> dtype) {
+    slot_->reduce_dtype = dtype;
+  }
+  /// True if this gradient is one of several ranks' terms, to be summed here, in another dtype than
+  /// its own, before it is added to the unsharded gradient.
+  bool sums_itself(const at::Tensor& grad) const {
+    return slot_->sums_itself(grad);
+  }
   /// The gradient after its reduction over the shard ranks and before that over the replicas, in
   /// the reduce dtype. Undefined otherwise.
   at::Tensor partial_grad;
@@ -139,6 +152,13 @@ class FSDPParam {
     at::Tensor grad;
     std::string name;
     std::function<void()> on_grad;
+    std::function<at::Tensor(const at::Tensor& grad)> sum_grad; // see TensorPiece
+    std::optional<at::ScalarType> reduce_dtype;
+
+    bool sums_itself(const at::Tensor& of) const {
+      return sum_grad && reduce_dtype && *reduce_dtype != of.scalar_type() &&
+             at::isFloatingType(of.scalar_type());
+    }
   };
 
   const at::Tensor param_;
@@ -147,6 +167,7 @@ class FSDPParam {
   Face face_ = Face::Sharded;
 
   at::Tensor sharded_;   // ND
+  at::Tensor guarded_;   // the same; what the tensor shows at rest, see Note [Guarded shards]
   at::Tensor unsharded_; // ND
   c10::VariableVersion sharded_version_;
   c10::VariableVersion unsharded_version_;

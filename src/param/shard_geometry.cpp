@@ -21,6 +21,12 @@ int64_t ShardGeometry::shard_numel() const {
   return product(shard_sizes);
 }
 
+std::vector<int64_t> ShardGeometry::shard_sizes_of(int64_t rank) const {
+  auto of_rank = sizes;
+  of_rank[dim] = chunk_run(sizes[dim], num_ranks, rank).length;
+  return of_rank;
+}
+
 ShardGeometry shard_geometry(
     const std::string& name,
     const std::vector<int64_t>& sizes,
@@ -35,11 +41,6 @@ ShardGeometry shard_geometry(
       dim >= -ndim && dim < ndim, "[fully_shard] Shard dim ", dim, " is invalid for ", ndim,
       "D tensor: parameter '", name, "' ", c10::IntArrayRef(sizes));
   dim = dim < 0 ? dim + ndim : dim;
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      dim == 0 || sizes[dim] % num_ranks == 0,
-      "[fully_shard] does not support uneven sharding on dim ", dim, ": parameter '", name, "' ",
-      c10::IntArrayRef(sizes), " over ", num_ranks,
-      " ranks; shard it along dim 0, which may be uneven");
   ShardGeometry geometry{.sizes = sizes, .dim = dim, .num_ranks = num_ranks};
   const auto run = chunk_run(sizes[dim], num_ranks, rank);
   geometry.offset = run.offset;

@@ -18,15 +18,16 @@ struct ShardGeometry {
   int64_t padded_numel = 0;
 
   int64_t shard_numel() const;
+  /// The sizes of the shard of any rank.
+  std::vector<int64_t> shard_sizes_of(int64_t rank) const;
   /// Elements of the gathered, padded parameter.
   int64_t gathered_numel() const {
     return padded_numel * num_ranks;
   }
 };
 
-/// Divides along dim 0 as `torch::chunk` does. A negative dim counts from the end. Throws
-/// ValueError for a scalar or an invalid dim, and NotImplementedError if another dim than 0 is not
-/// divisible by the number of ranks.
+/// Divides as `torch::chunk` does. A negative dim counts from the end. Throws ValueError for a
+/// scalar or an invalid dim.
 ShardGeometry shard_geometry(
     const std::string& name,
     const std::vector<int64_t>& sizes,

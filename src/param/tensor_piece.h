@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -40,8 +41,8 @@ class TensorPiece : public std::enable_shared_from_this<TensorPiece> {
   /// Returns this rank's piece of `whole`, which every rank has. No communication.
   at::Tensor piece_of(const at::Tensor& whole) const;
 
-  /// Whether each rank computes one term of the gradient, which a hook on the parameter sums.
-  bool sums_grads = false;
+  /// Sums the terms of the gradient that the ranks compute. Empty if each computes all of it.
+  std::function<at::Tensor(const at::Tensor& grad)> sum_grad;
 
  private:
   const at::Tensor param_; // held so that its address is not reused

@@ -28,10 +28,14 @@ class TensorTable {
   /// Calls `use` with a pointer to the tensor's entry, or with null, and returns its
   /// result. No other thread changes the table meanwhile.
   template <class Use>
-  auto with(const at::Tensor& tensor, const Use& use) const {
+  auto with(const at::TensorImpl* tensor, const Use& use) const {
     std::lock_guard lock(mutex_);
-    const auto found = values_.find(tensor.unsafeGetTensorImpl());
+    const auto found = values_.find(tensor);
     return use(found == values_.end() ? nullptr : &found->second);
+  }
+  template <class Use>
+  auto with(const at::Tensor& tensor, const Use& use) const {
+    return with(tensor.unsafeGetTensorImpl(), use);
   }
   /// Removes the entries for which `is_dead` holds; returns how many are left.
   template <class IsDead>

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "process_group/agreement.h"
 #include "runtime/range.h"
 #include "state/autograd_hooks.h"
 #include "state/fsdp_state.h"
@@ -28,10 +29,12 @@ FSDPState::BackwardHook FSDPState::backward_hook(bool partial) {
     record->groups.assign(groups_.begin(), groups_.end());
     comm_->record_forward(record);
   }
-  return [weak = weak_from_this(), record, version = shard_version(), partial] {
-    if (const auto self = weak.lock()) {
-      self->pre_backward(*record, version, partial);
-    }
+  return [weak = weak_from_this(), name = name_, record, version = shard_version(), partial] {
+    const auto self = weak.lock();
+    TORCH_CHECK(
+        self, "[fully_shard] backward reached an output of '", name,
+        "' after the module was gone; keep the module until backward has ended");
+    self->pre_backward(*record, version, partial);
   };
 }
 
@@ -43,6 +46,7 @@ void FSDPState::pre_backward(ForwardRecord& record, uint64_t version, bool parti
       "' were modified (an optimizer step, for example) between its forward and its backward, "
       "which would compute gradients of something else; run forward again after the step");
   record.is_over = !keeps_graph();
+  context_->creates_graph |= at::GradMode::is_enabled();
   if (partial) {
     queue_partial_callback();
   } else {
@@ -88,7 +92,7 @@ void FSDPState::post_backward() {
     training_state_ = TrainingState::PostBackward;
   }
   for (auto group = groups_.rbegin(); group != groups_.rend(); ++group) {
-    (*group)->post_backward();
+    (*group)->post_backward(/*keep=*/context_->creates_graph);
   }
 }
 
@@ -116,14 +120,15 @@ void FSDPState::queue_partial_callback() {
     return;
   }
   at_end_of_backward(
-      [self = shared_from_this()] {
-        finish_states({self}, *self->comm_, self->context_->is_last_backward);
-      },
+      [self = shared_from_this()] { finish_states({self}, *self->context_, *self->comm_); },
       [context = context_, comm = comm_] { reset_all(*context, *comm, /*drop_grads=*/true); });
 }
 
 void FSDPState::finish_states(
-    const std::vector<std::shared_ptr<FSDPState>>& states, CommContext& comm, bool is_last) {
+    const std::vector<std::shared_ptr<FSDPState>>& states,
+    StateContext& context,
+    CommContext& comm) {
+  const bool keep = std::exchange(context.creates_graph, false);
   for (const auto& state : states) {
     state->yet_to_forward_.clear();
     for (auto it = state->groups_.rbegin(); it != state->groups_.rend(); ++it) {
@@ -132,7 +137,7 @@ void FSDPState::finish_states(
       auto& group = **it;
       const bool late = group.reduce_grads && group.reducer().has_grads();
       if (state->training_state_ != TrainingState::PostBackward || late) {
-        group.post_backward();
+        group.post_backward(keep);
       }
     }
     state->training_state_ = TrainingState::Idle;
@@ -140,9 +145,15 @@ void FSDPState::finish_states(
   comm.reductions.finish_all();
   for (const auto& state : states) {
     for (const auto& group : state->groups_) {
-      group->end_backward(is_last);
+      group->end_backward(context.is_last_backward, keep);
     }
   }
+}
+
+/// Beside compute: on the stream of the reductions, which have ended.
+void FSDPState::compare_calls_of(const StateContext& context, const CommContext& comm) {
+  const c10::OptionalStreamGuard on(comm.reductions.reduce_scatter_stream());
+  compare_calls(context.process_groups, context.device);
 }
 
 void FSDPState::finish_backward(StateContext& context, CommContext& comm) {
@@ -155,9 +166,10 @@ void FSDPState::finish_backward(StateContext& context, CommContext& comm) {
   }
   // A backward inside a forward leaves the modules of that forward alone.
   std::erase_if(states, [](const auto& state) { return !state->running_.empty(); });
-  finish_states(states, comm, context.is_last_backward);
+  finish_states(states, context, comm);
   if (context.is_last_backward) {
     comm.forget_forwards();
+    compare_calls_of(context, comm);
   }
   context.final_callback_queued = false;
 }

@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "state/bypass_check.h"
+#include "param/shard_guard.h"
 #include "state/fsdp_state.h"
 
 namespace fsdp::detail {
@@ -25,16 +25,22 @@ ForwardScope::ForwardScope(CallSite site)
     at::autocast::set_autocast_cache_enabled(autocast_cache_);
     throw;
   }
-  if (site_.state->is_unchecked_root()) {
-    check_ = std::make_unique<BypassCheck>();
-  }
+  enter_forward();
+  in_forward_ = true;
 }
 
 ForwardScope::~ForwardScope() {
+  leave();
   if (!finished_ && !(RecomputeScope::stopping() && ended_early())) {
     site_.state->forward_failed(site_.module);
   }
   at::autocast::set_autocast_cache_enabled(autocast_cache_);
+}
+
+void ForwardScope::leave() {
+  if (std::exchange(in_forward_, false)) {
+    leave_forward();
+  }
 }
 
 /// As if it had ended, with outputs that nobody looks at.
@@ -52,7 +58,7 @@ void ForwardScope::inputs(const std::vector<at::Tensor*>& tensors) {
 }
 
 void ForwardScope::outputs(const std::vector<at::Tensor*>& tensors) {
-  check_.reset();
+  leave();
   site_.state->post_forward(site_.module, tensors);
   finished_ = true;
 }

@@ -5,10 +5,12 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "runtime/range.h"
 #include "state/autograd_hooks.h"
+#include "state/graph_check.h"
 
 namespace fsdp::detail {
 
@@ -117,6 +119,7 @@ void FSDPState::recompute_forward() {
 void FSDPState::begin_root_forward() {
   const Range range("root_pre_forward");
   context_->forward_root = this;
+  context_->num_forwards += at::GradMode::is_enabled() ? 1 : 0;
   if (has_streams(device_)) {
     // Hooks and callbacks run in the thread that calls backward.
     c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
@@ -129,11 +132,33 @@ void FSDPState::begin_root_forward() {
   }
 }
 
-bool FSDPState::is_unchecked_root() const {
-  return context_->forward_root == this && !context_->forward_checked && running_.size() == 1;
+/// The forwards 1, 2, 4, 8 and so on of a root are checked: a mistake is found early, and the check
+/// costs nothing in the long run.
+bool FSDPState::is_graph_checked() const {
+  return context_->forward_root == this && at::GradMode::is_enabled() && !inside_backward() &&
+         std::has_single_bit(context_->num_forwards);
+}
+
+void FSDPState::check_graph_of(const std::vector<at::Tensor*>& outputs) const {
+  ForwardGraph forward{
+      .module = name_,
+      .outputs = outputs,
+      .begin = std::move(context_->graph_begin),
+      .registered = {},
+      .managed = {}};
+  for (const auto& [name, param] : get_subtree_(/*with_tensors=*/true).params) {
+    forward.registered.push_back(param);
+    if (const auto* managed = FSDPParam::find(param)) {
+      forward.managed.push_back(managed);
+    }
+  }
+  check_graph(forward);
 }
 
 void FSDPState::replace_inputs(const std::vector<at::Tensor*>& tensors, bool begins) {
+  if (begins && is_graph_checked()) {
+    context_->graph_begin = graph_begin(tensors);
+  }
   if (has_streams(device_) && context_->forward_root == this) {
     const Range range("inputs_to_device");
     for (auto* tensor : tensors) {
@@ -182,6 +207,9 @@ void FSDPState::end_forward(const void* module, const std::vector<at::Tensor*>& 
     }
   }
   if (is_root) {
+    if (is_graph_checked()) {
+      check_graph_of(outputs);
+    }
     const auto hooks = end_root_forward();
     call_at_each_gradient(outputs, [hooks] {
       for (const auto& hook : hooks) {
@@ -233,7 +261,6 @@ FSDPState::BackwardHooks FSDPState::end_root_forward() {
   comm_->release_parked();
   comm_->release_retired();
   context_->forward_root = nullptr;
-  context_->forward_checked = true;
   if (inside_backward()) {
     return hooks; // recomputed: backward goes on with what it has
   }
@@ -248,6 +275,9 @@ FSDPState::BackwardHooks FSDPState::end_root_forward() {
         group->wait_for_host_copies(); // no backward will
       }
     }
+  }
+  if (!at::GradMode::is_enabled()) {
+    compare_calls_of(*context_, *comm_); // else at the end of backward
   }
   return hooks;
 }
@@ -306,6 +336,10 @@ void FSDPState::wait_for_unshard() {
 }
 
 void FSDPState::reshard() {
+  TORCH_CHECK(
+      training_state_ != TrainingState::PreBackward, "[fully_shard] module '", name_,
+      "' was to be resharded, by reshard() or for a state dict, while its backward runs and needs "
+      "its parameters; do that after backward");
   const bool inside_forward = training_state_ == TrainingState::Forward;
   for (const auto& group : groups_) {
     group->reshard(inside_forward ? ReshardAfter::Forward : ReshardAfter::User);
@@ -341,6 +375,7 @@ void FSDPState::reset_all(StateContext& context, CommContext& comm, bool drop_gr
   comm.reset();
   context.forward_root = nullptr;
   context.final_callback_queued = false;
+  context.creates_graph = false;
 }
 
 } // namespace fsdp::detail

@@ -18,7 +18,11 @@ class FSDPState;
 struct StateContext {
   std::vector<std::weak_ptr<FSDPState>> states; // in module order, the root first
   FSDPState* forward_root = nullptr;            // the outermost of the forwards that run
-  bool forward_checked = false;                 // for calls around the hooks, once
+  std::vector<ProcessGroup> process_groups;     // that the groups communicate over
+  c10::Device device = at::kCPU;                // of the root
+  bool creates_graph = false;                   // of the backward that runs
+  uint64_t num_forwards = 0;                    // outermost ones, with gradients
+  std::vector<NodePtr> graph_begin;             // of the forward that runs, if it is checked
   bool final_callback_queued = false;
   bool is_last_backward = true;
   std::optional<StreamEvent> post_optim_event; // for the next forward
@@ -76,8 +80,6 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   /// True if this call begins a forward of the state. False if another of its modules has begun
   /// it, or if backward recomputes it.
   bool pre_forward(const void* module);
-  /// Whether this call is the one to be watched by BypassCheck.
-  bool is_unchecked_root() const;
   /// `begins` is what pre_forward returned. May replace the tensors.
   void replace_inputs(const std::vector<at::Tensor*>& tensors, bool begins);
   void post_forward(const void* module, const std::vector<at::Tensor*>& outputs);
@@ -126,6 +128,8 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   void begin_root_forward();
   void recompute_forward();
   BackwardHooks end_root_forward();
+  bool is_graph_checked() const;
+  void check_graph_of(const std::vector<at::Tensor*>& outputs) const;
   void end_partial_forward(const std::vector<at::Tensor*>& outputs);
   BackwardHook complete_forward();
   void end_forward(const void* module, const std::vector<at::Tensor*>& outputs);
@@ -145,8 +149,11 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   void queue_final_callback();
   void queue_partial_callback();
   static void finish_backward(StateContext& context, CommContext& comm);
+  static void compare_calls_of(const StateContext& context, const CommContext& comm);
   static void finish_states(
-      const std::vector<std::shared_ptr<FSDPState>>& states, CommContext& comm, bool is_last);
+      const std::vector<std::shared_ptr<FSDPState>>& states,
+      StateContext& context,
+      CommContext& comm);
   static void reset_all(StateContext& context, CommContext& comm, bool drop_grads);
 
   std::string name_;

@@ -44,6 +44,12 @@ void FSDPState::lazy_init() {
     state->initialized_ = true;
     for (const auto& group : state->groups_) {
       group->comm = comm_;
+      for (const auto& ranks : group->process_groups()) {
+        auto& known = context_->process_groups;
+        if (std::find(known.begin(), known.end(), ranks) == known.end()) {
+          known.push_back(ranks);
+        }
+      }
       group->set_on_grad([weak = std::weak_ptr(state)] {
         if (const auto alive = weak.lock()) {
           alive->grad_arrived();
@@ -53,6 +59,7 @@ void FSDPState::lazy_init() {
       most = std::max(most, group->max_input_buffers);
     }
   }
+  context_->device = device_;
   comm_->lazy_init(device_);
   warn_of_unmanaged_params(below);
   if (auto_reshard_after_forward) {

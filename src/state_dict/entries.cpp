@@ -65,12 +65,12 @@ Entry entry_of(std::string key, const at::Tensor& live) {
 
 void reshard_below(torch::nn::Module& module, bool about_to_change) {
   for (const auto& node : subtree_of(module).nodes) {
-    for (const auto& group : node.state->groups()) {
-      if (about_to_change) {
+    if (about_to_change) {
+      for (const auto& group : node.state->groups()) {
         group->drop_gather();
       }
-      group->reshard(ReshardAfter::User);
     }
+    node.state->reshard();
   }
 }
 

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "process_group/nccl/nccl_backend.h"
+#include "runtime/stream.h"
 #include "support/collective_checks.h"
 #include "support/gpu.h"
 #include "support/processes.h"
@@ -218,8 +219,10 @@ class NcclRanks : public testing::Test {
     if (!std::getenv("WORLD_SIZE")) {
       GTEST_SKIP() << "start it by: fsdp run -n GPUS -- gpu_tests --gtest_filter='NcclRanks.*'";
     }
-    if (torch::cuda::device_count() < 2) {
-      GTEST_SKIP() << "there is one GPU here, and nccl wants one per rank";
+    if (torch::cuda::device_count() < 2 && !std::getenv("NCCL_MULTI_RANK_GPU_ENABLE")) {
+      GTEST_SKIP()
+          << "there is one GPU here, and nccl wants one per rank. NCCL 2.30 and later lets "
+             "ranks share it: NCCL_MULTI_RANK_GPU_ENABLE=1";
     }
     joined.emplace(InitOptions{.backend = "nccl"});
   }
@@ -227,7 +230,7 @@ class NcclRanks : public testing::Test {
 };
 
 TEST_F(NcclRanks, MatchTheDefinitionsAndTrain) {
-  const c10::Device mine(torch::kCUDA, static_cast<c10::DeviceIndex>(get_local_rank()));
+  const auto mine = detail::current_device(torch::kCUDA);
   check_every_collective(default_group(), 5, mine);
   check_every_collective(default_group(), 70'000, mine);
   const auto mesh = init_device_mesh(torch::kCUDA, {get_world_size()});
@@ -252,6 +255,40 @@ TEST_F(NcclRanks, MatchTheDefinitionsAndTrain) {
       return each(random_tokens(step, {2, 16}, 8).to(mine)).sum();
     });
   }
+}
+
+/// Two modules of the same sizes that each rank may call in another order.
+struct SwappedImpl : torch::nn::Module {
+  SwappedImpl() : a(register_module("a", MLP(6))), b(register_module("b", MLP(6))) {}
+  torch::Tensor forward(const torch::Tensor& x) {
+    return swapped ? a(b(x)) : b(a(x));
+  }
+  MLP a, b;
+  bool swapped = false;
+};
+FSDP_MODULE(Swapped);
+
+// NCCL itself would mix the weights of both, without a word.
+TEST_F(NcclRanks, AnotherOrderIsFoundTwoStepsLater) {
+  const auto mine = detail::current_device(torch::kCUDA);
+  const auto mesh = init_device_mesh(torch::kCUDA, {get_world_size()});
+  auto net = seeded<Swapped>();
+  for (auto& each : {net->a, net->b}) {
+    fully_shard(each, {.mesh = mesh});
+  }
+  fully_shard(net, {.mesh = mesh});
+  const auto step = [&] { net(random_batch(0, {2, 6}).to(mine)).sum().backward(); };
+  for (int i = 0; i < 5; ++i) {
+    step();
+  }
+  net->swapped = get_rank() == 1;
+  step();
+  net->swapped = false;
+  step();
+  const auto message = message_of<CommError>(step);
+  EXPECT_TRUE(contains(message, "different calls in an earlier step"));
+  EXPECT_TRUE(contains(message, "rank 0: all_gather of module 'a'"));
+  EXPECT_TRUE(contains(message, "rank 1: all_gather of module 'b'"));
 }
 
 } // namespace

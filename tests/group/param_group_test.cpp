@@ -332,7 +332,6 @@ TEST(ParamGroup, FreesTheWholeAndSaysSoWhenTouched) {
     const auto alias = made.params[0].detach();
     EXPECT_EQ(alias.sizes(), (std::vector<int64_t>{4, 2}));
     made.group->reshard(ReshardAfter::User);
-    EXPECT_EQ(alias.storage().nbytes(), 0u);
 #if TORCH_VERSION_MINOR >= 13
     EXPECT_TRUE(contains(
         message_of<c10::Error>([&] { alias.sum(); }), "parameters of 'test' are resharded"));

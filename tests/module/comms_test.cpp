@@ -179,6 +179,23 @@ TEST(Comms, WhatUsersLeaveOfABufferIsChecked) {
   });
 }
 
+// Small parameters are a group of their own. A hook serves both groups.
+TEST(Comms, AnAllReduceHookOfSeveralGroups) {
+  run_ranks(2, [](int) {
+    auto [net, reference] = twins<MLP>(6);
+    int calls = 0;
+    fully_shard(net, {.min_shard_numel = 30}).set_all_reduce_hook([&](torch::Tensor& flat) {
+      ++calls;
+      flat.mul_(2);
+    });
+    net(random_batch(0, {2, 6})).sum().backward();
+    (reference(random_batch(0, {2, 6})).sum() * 2).backward();
+    average_gradients(*reference);
+    expect_parity(*net, *reference);
+    EXPECT_EQ(calls, 2);
+  });
+}
+
 TEST(Comms, MemoryOfTheProcessGroupOrACustomCommNotBoth) {
   run_ranks(2, [](int) {
     auto [net, reference] = twins<MLP>(6);

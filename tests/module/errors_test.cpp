@@ -135,9 +135,6 @@ TEST(Refused, ParametersThatCannotBeSharded) {
     refused(
         [&] { fully_shard(linear(8, 8), along(1)); },
         {"Shard dim 1 is invalid for 1D tensor", "'bias'"});
-    refused<c10::NotImplementedError>(
-        [&] { fully_shard(linear(17, 8, false), along(1)); },
-        {"does not support uneven sharding on dim 1", "'weight'", "4 ranks"});
   });
 }
 

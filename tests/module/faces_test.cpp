@@ -124,27 +124,6 @@ TEST(Faces, MemoryThatIsKeptIsNotTakenForWhatAStepMadeOfIt) {
   });
 }
 
-TEST(Faces, EditsOfTheWholeAreLostAndWarnedOf) {
-  Warnings warnings;
-  run_ranks(2, [&](int rank) {
-    if (rank == 0) {
-      c10::WarningUtils::set_warning_handler(&warnings);
-    }
-    auto net = seeded<MLP>(4);
-    auto handle = fully_shard(net);
-    handle.unshard();
-    {
-      torch::NoGradGuard no_grad;
-      net->in_proj->weight.add_(1);
-    }
-    handle.reshard();
-    if (rank == 0) {
-      c10::WarningUtils::set_warning_handler(nullptr);
-    }
-  });
-  EXPECT_TRUE(contains(warnings.text, "'in_proj.weight' was written to while it was unsharded"));
-}
-
 TEST(Faces, OptimizersThatWereThereBefore) {
   run_ranks(3, [](int) {
     auto [net, reference] = twins<Net>();
@@ -307,18 +286,6 @@ TEST(Faces, Autocast) {
     at::autocast::clear_cache();
     average_gradients(*reference);
     expect_parity(*net, *reference, 1e-2);
-  });
-}
-
-TEST(Faces, DoubleBackwardWithoutUnshardThrows) {
-  run_ranks(2, [](int) {
-    auto net = seeded<MLP>(4);
-    fully_shard(net, {.reshard_after_forward = true});
-    const auto x = random_batch(0, {2, 4}).set_requires_grad(true);
-    const auto y = torch::tanh(net(x)).sum();
-    const auto grads =
-        torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true);
-    EXPECT_THROW(grads[0].pow(2).sum().backward(), c10::Error);
   });
 }
 

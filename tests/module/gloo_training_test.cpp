@@ -9,6 +9,19 @@ namespace {
 
 using namespace test;
 
+/// Two modules that each rank may call in another order.
+struct SwappedImpl : torch::nn::Module {
+  SwappedImpl(int64_t first, int64_t second)
+      : a(register_module("a", MLP(first, true, false, first))),
+        b(register_module("b", MLP(first, true, false, second))) {}
+  torch::Tensor forward(const torch::Tensor& x) {
+    return swapped ? a(b(x)) : b(a(x));
+  }
+  MLP a, b;
+  bool swapped = false;
+};
+FSDP_MODULE(Swapped);
+
 TEST(GlooTraining, EqualsTheUnshardedModel) {
   expect_ranks_pass(3, [] {
     init_process_group({.backend = "gloo"});
@@ -47,6 +60,44 @@ TEST(GlooTraining, AnUnusedForwardPrefetchIsNotTakenForNewerWeights) {
           return outputs.front().sum() + outputs.back().pow(2).sum();
         },
         4);
+    destroy_process_group();
+  });
+}
+
+// Another thread issues the collectives.
+TEST(GlooTraining, InInferenceMode) {
+  expect_ranks_pass(2, [] {
+    init_process_group({.backend = "gloo"});
+    auto [net, reference] = twins<MLP>(6);
+    fully_shard(net);
+    {
+      const c10::InferenceMode inference;
+      const auto x = random_batch(0, {2, 6});
+      EXPECT_TRUE(near(net(x), reference(x), 1e-5));
+    }
+    destroy_process_group();
+  });
+}
+
+// Over gloo, each call is compared before it is made: ranks that differ would end the process.
+TEST(GlooTraining, RanksThatCallDifferentModulesGetAnError) {
+  expect_ranks_pass(2, [] {
+    init_process_group({.backend = "gloo", .timeout = std::chrono::seconds(60)});
+    for (const int64_t second : {6, 8}) { // of the same size, and of another one
+      auto net = seeded<Swapped>(6, second);
+      fully_shard(net->a);
+      fully_shard(net->b);
+      fully_shard(net);
+      for (int step = 0; step < 30; ++step) {
+        net(random_batch(step, {2, 6})).sum().backward();
+      }
+      net->swapped = get_rank() == 1;
+      const auto message =
+          message_of<CommError>([&] { net(random_batch(0, {2, 6})).sum().backward(); });
+      EXPECT_TRUE(contains(message, "the ranks brought different calls: rank 0: all_gather"));
+      EXPECT_TRUE(contains(message, "of module 'a'"));
+      EXPECT_TRUE(contains(message, "of module 'b'"));
+    }
     destroy_process_group();
   });
 }

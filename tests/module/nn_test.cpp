@@ -182,5 +182,13 @@ TEST(Nn, TreeOfWhatTheyReturn) {
   EXPECT_SAME(packed.data(), torch::full({5, 1}, 2.0));
 }
 
+// LibTorch's adds the bias to a product that was rounded already.
+TEST(Nn, LinearRoundsOnceAsPythonsDoes) {
+  nn::Linear net(64, 32);
+  net->to(torch::kBFloat16);
+  const auto x = torch::randn({4, 8, 64}).to(torch::kBFloat16);
+  EXPECT_SAME(net(x), torch::linear(x, net->weight, net->bias));
+}
+
 } // namespace
 } // namespace fsdp

@@ -123,20 +123,38 @@ TEST(ParallelCorners, SequenceParallelOfWhatDistributeModulePlaced) {
   });
 }
 
-// tp divides 5 columns into 3 and 2; dp cannot divide 3.
-TEST(ParallelCorners, ADimThatFsdpCannotDivideIsRefusedByEveryRank) {
+// 256 + 1 is 256 in bf16.
+TEST(ParallelCorners, GradientsOfTpRanksAreSummedInTheReduceDtype) {
+  run_ranks(4, [](int) {
+    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
+    auto net = seeded<LayerNorm>(torch::nn::LayerNormOptions({4}));
+    parallelize_module(net, mesh["tp"], SequenceParallel{});
+    fully_shard(
+        net, {.mesh = mesh["dp"],
+              .mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat}});
+    const auto out = net(random_batch(0, {1, 1, 4}));
+    (out * (mesh["tp"].get_local_rank() == 0 ? 256 : 1)).sum().backward();
+    EXPECT_SAME(net->bias.grad(), torch::full_like(net->bias.grad(), 257));
+  });
+}
+
+// tp divides 5 columns into 3 and 2; dp divides 3 into 2 and 1.
+TEST(ParallelCorners, ColumnsThatAreDividedTwiceUnevenly) {
   run_ranks(4, [](int) {
     const auto mesh = init_device_mesh(test_device(), {2, 2}, {"dp", "tp"});
     auto net = in_double<Linear>(5, 4);
-    parallelize_module(net, mesh["tp"], RowwiseParallel{});
+    auto reference = in_double<Linear>(5, 4);
+    parallelize_module(net, mesh["tp"], RowwiseParallel{.input_layouts = Replicate{}});
     const auto by_columns = [](const std::string& name,
                                const at::Tensor&) -> std::optional<ShardPlacement> {
       return ShardPlacement{.dim = name == "weight" ? 1 : 0};
     };
-    const auto message = message_of<c10::NotImplementedError>(
-        [&] { fully_shard(net, {.mesh = mesh["dp"], .shard_placement_fn = by_columns}); });
-    EXPECT_TRUE(contains(message, "weight"));
-    EXPECT_TRUE(contains(message, "dp=2"));
+    fully_shard(net, {.mesh = mesh["dp"], .shard_placement_fn = by_columns});
+    for (auto* each : {&net, &reference}) {
+      (*each)(tp_batch(0, {2, 5})).pow(2).sum().backward();
+    }
+    average_gradients(*reference);
+    expect_parity(*net, *reference);
   });
 }
 

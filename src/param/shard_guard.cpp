@@ -1,0 +1,254 @@
+#include "param/shard_guard.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/alias.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <mutex>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+namespace fsdp::detail {
+
+namespace {
+
+std::mutex groups_mutex;
+std::unordered_map<const c10::StorageImpl*, GuardedShards*> groups;
+
+thread_local int num_forwards = 0;
+
+bool is_guarded(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.key_set().has(kShardKey);
+}
+
+/// What an operator does with a weight, as far as shards are concerned.
+enum class Use : std::uint8_t { Harmless, Contracts, Broadcasts };
+
+Use use_of(std::string name) {
+  static const std::unordered_set<std::string_view> contracts{
+      "linear",
+      "cdist",
+      "index",
+      "index_select",
+      "matmul",
+      "mm",
+      "addmm",
+      "bmm",
+      "baddbmm",
+      "addbmm",
+      "mv",
+      "addmv",
+      "dot",
+      "inner",
+      "outer",
+      "einsum",
+      "tensordot",
+      "bilinear",
+      "conv1d",
+      "conv2d",
+      "conv3d",
+      "conv_transpose1d",
+      "conv_transpose2d",
+      "conv_transpose3d",
+      "convolution",
+      "embedding",
+      "embedding_bag",
+      "layer_norm",
+      "native_layer_norm",
+      "group_norm",
+      "instance_norm",
+      "batch_norm",
+      "rms_norm",
+      "prelu",
+      "lstm",
+      "gru",
+      "rnn_tanh",
+      "rnn_relu",
+      "lstm_cell",
+      "gru_cell",
+      "rnn_tanh_cell",
+      "rnn_relu_cell",
+      "scaled_dot_product_attention"};
+  static const std::unordered_set<std::string_view> broadcasts{
+      "add",  "sub",   "rsub",    "mul",     "div", "addcmul", "addcdiv",
+      "lerp", "where", "maximum", "minimum", "pow", "atan2",   "copy"};
+  name.erase(0, std::string_view("aten::").size());
+  if (name.ends_with('_')) { // in place
+    name.pop_back();
+  }
+  return contracts.contains(name)    ? Use::Contracts
+         : broadcasts.contains(name) ? Use::Broadcasts
+                                     : Use::Harmless;
+}
+
+/// Remembers the answers, because names are long to compare.
+Use use_of(const c10::OperatorHandle& op) {
+  thread_local std::unordered_map<const c10::FunctionSchema*, Use> known;
+  const auto [found, is_new] = known.try_emplace(&op.schema(), Use::Harmless);
+  if (is_new) {
+    found->second = use_of(op.operator_name().name);
+  }
+  return found->second;
+}
+
+/// Calls `visit(tensor, argument)` for every tensor that the operator gets.
+template <class Visit>
+void for_each_tensor(
+    const c10::OperatorHandle& op, const torch::jit::Stack& stack, const Visit& visit) {
+  const auto& arguments = op.schema().arguments();
+  const auto* values = stack.data() + stack.size() - arguments.size();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (values[i].isTensor()) {
+      visit(values[i].toTensor(), arguments[i]);
+    } else if (values[i].isTensorList()) {
+      for (const auto& item : values[i].toListRef()) {
+        visit(item.toTensor(), arguments[i]);
+      }
+    }
+  }
+}
+
+bool is_written(const c10::Argument& argument) {
+  return argument.alias_info() && argument.alias_info()->isWrite();
+}
+
+} // namespace
+
+/// What the dispatch key calls.
+class ShardGuard {
+ public:
+  static void check(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+    const auto use = use_of(op);
+    for_each_tensor(op, stack, [&](const at::Tensor& tensor, const c10::Argument& argument) {
+      if (!is_guarded(tensor)) {
+        return;
+      }
+      const bool in_forward = num_forwards > 0 && (at::GradMode::is_enabled() || !writes(op));
+      if (in_forward || use == Use::Contracts ||
+          (use == Use::Broadcasts && grows(op, stack, tensor))) {
+        refuse(op, tensor);
+      }
+      if (is_written(argument)) {
+        const std::lock_guard lock(groups_mutex);
+        if (auto* group = group_of(tensor)) {
+          ++group->num_writes_;
+        }
+      }
+    });
+  }
+
+  /// Autograd saves a leaf itself, and a parameter may show its whole value when backward reads it:
+  /// a penalty on shards, for example. So an operator that is recorded gets a view of the shard.
+  static void give_views(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+    if (!at::GradMode::is_enabled()) {
+      return;
+    }
+    const auto& arguments = op.schema().arguments();
+    auto* values = stack.data() + stack.size() - arguments.size();
+    const auto is_saved = [](const at::Tensor& tensor) {
+      return is_guarded(tensor) && tensor.is_leaf() && tensor.requires_grad();
+    };
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (is_written(arguments[i])) {
+        continue;
+      }
+      if (values[i].isTensor() && is_saved(values[i].toTensor())) {
+        values[i] = at::alias(values[i].toTensor());
+      } else if (values[i].isTensorList()) {
+        auto tensors = values[i].toTensorVector();
+        for (auto& tensor : tensors) {
+          tensor = is_saved(tensor) ? at::alias(tensor) : tensor;
+        }
+        values[i] = c10::List<at::Tensor>(tensors);
+      }
+    }
+  }
+
+ private:
+  /// Returns true if the operator would spread the shard over a larger tensor.
+  static bool grows(
+      const c10::OperatorHandle& op, const torch::jit::Stack& stack, const at::Tensor& shard) {
+    bool result = false;
+    for_each_tensor(op, stack, [&](const at::Tensor& other, const c10::Argument&) {
+      result |= other.defined() && !at::is_expandable_to(other.sizes(), shard.sizes());
+    });
+    return result;
+  }
+
+  static bool writes(const c10::OperatorHandle& op) {
+    const auto& arguments = op.schema().arguments();
+    return std::any_of(arguments.begin(), arguments.end(), is_written);
+  }
+
+  static GuardedShards* group_of(const at::Tensor& tensor) {
+    const auto found = groups.find(tensor.storage().unsafeGetStorageImpl());
+    return found == groups.end() ? nullptr : found->second;
+  }
+
+  [[noreturn]] static void refuse(const c10::OperatorHandle& op, const at::Tensor& tensor) {
+    const auto name = [&] {
+      const std::lock_guard lock(groups_mutex);
+      const auto* group = group_of(tensor);
+      const auto item = static_cast<int64_t>(tensor.element_size());
+      return group ? group->name_of_(tensor.storage_offset() * item) : "of a module that is gone";
+    }();
+    TORCH_CHECK(
+        false, "[fully_shard] ", op.operator_name().name, " was given parameter '", name,
+        "' while it is sharded, of sizes ", tensor.sizes(),
+        ": its module was called around the hooks, or outside of the forward of the module that "
+        "was given to fully_shard. Call it from inside that forward and through its holder (not "
+        "as<Impl>()->forward, not an Impl&), or through fsdp::call where it was sharded by_call; "
+        "or unshard() the module that owns it first. To compute with the shard itself, use "
+        "as_dtensor(param).to_local()");
+  }
+};
+
+GuardedShards::GuardedShards(const at::Tensor& shard, NameOf name_of)
+    : storage_(shard.storage()), name_of_(std::move(name_of)) {
+  const std::lock_guard lock(groups_mutex);
+  groups.emplace(storage_.unsafeGetStorageImpl(), this);
+}
+
+GuardedShards::~GuardedShards() {
+  const std::lock_guard lock(groups_mutex);
+  groups.erase(storage_.unsafeGetStorageImpl());
+}
+
+at::Tensor guarded(const at::Tensor& shard) {
+  auto impl = c10::make_intrusive<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(shard.storage()), shard.key_set().add(kShardKey),
+      shard.dtype());
+  impl->set_sizes_and_strides(shard.sizes(), shard.strides(), shard.storage_offset());
+  return at::Tensor(std::move(impl));
+}
+
+void enter_forward() {
+  ++num_forwards;
+}
+
+void leave_forward() {
+  --num_forwards;
+}
+
+} // namespace fsdp::detail
+
+namespace {
+
+void guard_shards(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  using namespace fsdp::detail;
+  const UnguardedShards unguarded;
+  ShardGuard::check(op, *stack);
+  ShardGuard::give_views(op, *stack);
+  op.callBoxed(stack);
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericWrapper, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&guard_shards>());
+}
