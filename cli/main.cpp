@@ -109,6 +109,7 @@ int main(int argc, char** argv) {
   fsdp::cli::add_verify(app, action);
   fsdp::cli::add_convert(app, action);
   fsdp::cli::add_doctor(app, action);
+  fsdp::cli::add_fuzz(app, action);
   try {
     parse(app, {argv + 1, argv + argc});
     const int code = action();
