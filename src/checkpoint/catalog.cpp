@@ -212,7 +212,7 @@ void Catalog::index() {
   for (size_t i = 0; i < values.size(); ++i) {
     FSDP_CHECK_AS(
         CheckpointError,
-        !tensor_index_.count(values[i].first) && value_index_.emplace(values[i].first, i).second,
+        !tensor_index_.contains(values[i].first) && value_index_.emplace(values[i].first, i).second,
         folder.string(), ": the name '", values[i].first, "' is there twice");
   }
 }

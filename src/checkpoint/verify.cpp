@@ -103,7 +103,7 @@ class Verifier {
       verify_pieces(report_.path / name, pieces);
     }
     for (const auto& name : safetensors_in(report_.path)) {
-      if (!files.count(name)) { // other programs read every file that they find
+      if (!files.contains(name)) { // other programs read every file that they find
         problem((report_.path / name).string(), ": is not in the manifest");
       }
     }

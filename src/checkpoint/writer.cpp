@@ -83,7 +83,7 @@ Pieces write_parts(const SaveJob& job) {
   std::vector<std::map<std::string, const Part*>> files;
   for (const auto& part : job.plan.parts) {
     size_t i = 0;
-    while (i < files.size() && files[i].count(part.name)) {
+    while (i < files.size() && files[i].contains(part.name)) {
       ++i;
     }
     files.resize(std::max(files.size(), i + 1));
