@@ -1,7 +1,6 @@
 #include "param/shard_guard.h"
 
 #include <ATen/ExpandUtils.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/alias.h>
 #include <torch/library.h>
@@ -12,6 +11,8 @@
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
+
+#include "runtime/op_interceptor.h"
 
 namespace fsdp::detail {
 
@@ -98,16 +99,14 @@ Use use_of(const c10::OperatorHandle& op) {
 
 /// Calls `visit(tensor, argument)` for every tensor that the operator gets.
 template <class Visit>
-void for_each_tensor(
-    const c10::OperatorHandle& op, const torch::jit::Stack& stack, const Visit& visit) {
-  const auto& arguments = op.schema().arguments();
-  const auto* values = stack.data() + stack.size() - arguments.size();
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    if (values[i].isTensor()) {
-      visit(values[i].toTensor(), arguments[i]);
-    } else if (values[i].isTensorList()) {
-      for (const auto& item : values[i].toListRef()) {
-        visit(item.toTensor(), arguments[i]);
+void for_each_tensor(const OpArguments& arguments, const Visit& visit) {
+  for (size_t i = 0; i < arguments.schema.size(); ++i) {
+    const auto& value = arguments.values[i];
+    if (value.isTensor()) {
+      visit(value.toTensor(), arguments.schema[i]);
+    } else if (value.isTensorList()) {
+      for (const auto& item : value.toListRef()) {
+        visit(item.toTensor(), arguments.schema[i]);
       }
     }
   }
@@ -122,15 +121,16 @@ bool is_written(const c10::Argument& argument) {
 /// What the dispatch key calls.
 class ShardGuard {
  public:
-  static void check(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  static void check(const c10::OperatorHandle& op, const OpArguments& arguments) {
     const auto use = use_of(op);
-    for_each_tensor(op, stack, [&](const at::Tensor& tensor, const c10::Argument& argument) {
+    for_each_tensor(arguments, [&](const at::Tensor& tensor, const c10::Argument& argument) {
       if (!is_guarded(tensor)) {
         return;
       }
-      const bool in_forward = num_forwards > 0 && (at::GradMode::is_enabled() || !writes(op));
+      const bool in_forward =
+          num_forwards > 0 && (at::GradMode::is_enabled() || !writes(arguments));
       if (in_forward || use == Use::Contracts ||
-          (use == Use::Broadcasts && grows(op, stack, tensor))) {
+          (use == Use::Broadcasts && grows(arguments, tensor))) {
         refuse(op, tensor);
       }
       if (is_written(argument)) {
@@ -144,45 +144,42 @@ class ShardGuard {
 
   /// Autograd saves a leaf itself, and a parameter may show its whole value when backward reads it:
   /// a penalty on shards, for example. So an operator that is recorded gets a view of the shard.
-  static void give_views(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  static void give_views(const OpArguments& arguments) {
     if (!at::GradMode::is_enabled()) {
       return;
     }
-    const auto& arguments = op.schema().arguments();
-    auto* values = stack.data() + stack.size() - arguments.size();
     const auto is_saved = [](const at::Tensor& tensor) {
       return is_guarded(tensor) && tensor.is_leaf() && tensor.requires_grad();
     };
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      if (is_written(arguments[i])) {
+    for (size_t i = 0; i < arguments.schema.size(); ++i) {
+      auto& value = arguments.values[i];
+      if (is_written(arguments.schema[i])) {
         continue;
       }
-      if (values[i].isTensor() && is_saved(values[i].toTensor())) {
-        values[i] = at::alias(values[i].toTensor());
-      } else if (values[i].isTensorList()) {
-        auto tensors = values[i].toTensorVector();
+      if (value.isTensor() && is_saved(value.toTensor())) {
+        value = at::alias(value.toTensor());
+      } else if (value.isTensorList()) {
+        auto tensors = value.toTensorVector();
         for (auto& tensor : tensors) {
           tensor = is_saved(tensor) ? at::alias(tensor) : tensor;
         }
-        values[i] = c10::List<at::Tensor>(tensors);
+        value = c10::List<at::Tensor>(tensors);
       }
     }
   }
 
  private:
   /// Returns true if the operator would spread the shard over a larger tensor.
-  static bool grows(
-      const c10::OperatorHandle& op, const torch::jit::Stack& stack, const at::Tensor& shard) {
+  static bool grows(const OpArguments& arguments, const at::Tensor& shard) {
     bool result = false;
-    for_each_tensor(op, stack, [&](const at::Tensor& other, const c10::Argument&) {
+    for_each_tensor(arguments, [&](const at::Tensor& other, const c10::Argument&) {
       result |= other.defined() && !at::is_expandable_to(other.sizes(), shard.sizes());
     });
     return result;
   }
 
-  static bool writes(const c10::OperatorHandle& op) {
-    const auto& arguments = op.schema().arguments();
-    return std::any_of(arguments.begin(), arguments.end(), is_written);
+  static bool writes(const OpArguments& arguments) {
+    return std::any_of(arguments.schema.begin(), arguments.schema.end(), is_written);
   }
 
   static GuardedShards* group_of(const at::Tensor& tensor) {
@@ -242,8 +239,9 @@ namespace {
 void guard_shards(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   using namespace fsdp::detail;
   const UnguardedShards unguarded;
-  ShardGuard::check(op, *stack);
-  ShardGuard::give_views(op, *stack);
+  const OpArguments arguments(op, *stack);
+  ShardGuard::check(op, arguments);
+  ShardGuard::give_views(arguments);
   op.callBoxed(stack);
 }
 

@@ -80,7 +80,7 @@ uint64_t fingerprint(const CollectiveCall& call) {
   hash = add_to_hash(hash, static_cast<uint64_t>(op.kind()));
   hash = add_to_hash(hash, std::bit_cast<uint64_t>(op.factor()));
   hash = add_to_hash(hash, call.root);
-  return add_to_hash(hash, call.purpose ? call.purpose->hash : 0);
+  return add_to_hash(hash, call.purpose_hash());
 }
 
 // ------------------------------------------------------------ AgreedCalls

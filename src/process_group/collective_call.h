@@ -48,6 +48,10 @@ struct CollectiveCall {
   std::shared_ptr<const GatherPlan> plan = nullptr;
   std::shared_ptr<const CollectivePurpose> purpose = nullptr; // null: not the engine's
 
+  /// 0 without a purpose.
+  uint64_t purpose_hash() const {
+    return purpose ? purpose->hash : 0;
+  }
   /// "all_gather of module 'net' (out float[8], in float[2])"
   std::string str() const;
   /// Bytes of the larger one of input and output. Gaps in a planned output do not count.

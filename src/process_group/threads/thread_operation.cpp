@@ -48,7 +48,7 @@ at::Tensor split_part(
 /// Returns true if the calls of two ranks fit together. `parts_fit` checks the part
 /// sizes of an all-to-all.
 bool fits(const CollectiveCall& a, const CollectiveCall& b) {
-  if (a.kind != b.kind || (a.purpose ? a.purpose->hash : 0) != (b.purpose ? b.purpose->hash : 0)) {
+  if (a.kind != b.kind || a.purpose_hash() != b.purpose_hash()) {
     return false;
   }
   if (a.output.defined() && a.output.device().type() != b.output.device().type()) {
