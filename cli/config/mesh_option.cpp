@@ -91,6 +91,17 @@ MeshShape parse_mesh(const std::string& text, std::optional<int64_t> ranks) {
   return shape;
 }
 
+MeshShape fit_mesh(const std::string& text, int64_t ranks) {
+  auto shape = parse_mesh(text, std::nullopt);
+  check_config(
+      ranks % shape.tensor == 0, "--mesh ", text, ": ", ranks,
+      " ranks are left, which tp=", shape.tensor, " does not divide");
+  const auto data = ranks / shape.tensor;
+  shape.replicate = data % shape.replicate == 0 ? shape.replicate : 1;
+  shape.shard = data / shape.replicate;
+  return shape;
+}
+
 TrainMesh::TrainMesh(const MeshShape& shape, c10::DeviceType device)
     : shape(shape), data(make_mesh(shape, device)) {
   const auto whole = data;

@@ -33,6 +33,10 @@ struct MeshShape {
 /// message that names --mesh and the remedy.
 MeshShape parse_mesh(const std::string& text, std::optional<int64_t> ranks);
 
+/// The mesh that comes nearest to `text` on other numbers of ranks: it keeps the tensor axis, and
+/// the replicas if they still have equal sizes. Throws ConfigError if the tensor axis does not fit.
+MeshShape fit_mesh(const std::string& text, int64_t ranks);
+
 /// The parts of the mesh that fully_shard and tensor parallelism use. The constructor is collective
 /// over the world, which must have `shape.ranks()` ranks.
 struct TrainMesh {

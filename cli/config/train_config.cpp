@@ -78,7 +78,7 @@ MixedPrecisionPolicy TrainConfig::precision() const {
   return policy;
 }
 
-ReshardAfterForward parse_reshard(const std::string& text, int64_t shard_ranks) {
+ReshardAfterForward parse_reshard(const std::string& text, int64_t shard_ranks, bool must_fit) {
   if (text == "auto") {
     return {};
   }
@@ -91,13 +91,16 @@ ReshardAfterForward parse_reshard(const std::string& text, int64_t shard_ranks) 
   check_config(
       error == std::errc() && stopped == end && ranks >= 1, "--reshard-after-forward ", text,
       ": it must be auto, true, false or a number of ranks");
+  if (must_fit && shard_ranks % ranks != 0) {
+    return true;
+  }
   check_config(
       shard_ranks % ranks == 0, "--reshard-after-forward ", ranks, ": the ", shard_ranks,
       " ranks that share the parameters cannot be divided by it; use a divisor");
   return static_cast<int>(ranks);
 }
 
-void check(const TrainConfig& config, const MeshShape& mesh) {
+void check(const TrainConfig& config, const MeshShape& mesh, bool allow_uneven) {
   at_least("--steps", config.steps, 1);
   within("--ranks", mesh.ranks(), 1);
   at_least("--seed", config.seed, 0);
@@ -109,9 +112,10 @@ void check(const TrainConfig& config, const MeshShape& mesh) {
   check_optimizer(config);
   check(config.schedule, config.steps);
   const auto shares = mesh.data_ranks() * config.accumulate;
+  const bool fits = allow_uneven ? config.batch >= shares : config.batch % shares == 0;
   check_config(
-      config.batch % shares == 0, "--batch ", config.batch, " rows cannot be shared evenly by ",
-      mesh.data_ranks(), " ranks",
+      fits, "--batch ", config.batch, " rows cannot be shared ", allow_uneven ? "" : "evenly ",
+      "by ", mesh.data_ranks(), " ranks",
       config.accumulate > 1 ? c10::str(" in ", config.accumulate, " parts each") : "", "; ",
       config.batch < shares ? "use" : "use for example", " --batch ",
       (config.batch + shares - 1) / shares * shares, ", or a number of ranks that divides it");

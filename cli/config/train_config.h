@@ -41,11 +41,13 @@ struct TrainConfig {
 /// The dtype of "bf16", "fp16" or "fp32".
 c10::ScalarType dtype_of(const std::string& name);
 /// Parses "true", "false", "auto" or a number of ranks. Throws ConfigError if the text is something
-/// else, or the number does not divide `shard_ranks`.
-ReshardAfterForward parse_reshard(const std::string& text, int64_t shard_ranks);
+/// else, or the number does not divide `shard_ranks`. With `must_fit` such a number means "true".
+ReshardAfterForward parse_reshard(
+    const std::string& text, int64_t shard_ranks, bool must_fit = false);
 
 /// Throws ConfigError with a message that names the option and the remedy. The rows of a batch must
-/// be shared evenly by ranks and parts, and `tp` must divide the sizes of the model.
-void check(const TrainConfig& config, const MeshShape& mesh);
+/// be shared evenly by ranks and parts, unless `allow_uneven`: then each needs at least one. `tp`
+/// must divide the sizes of the model.
+void check(const TrainConfig& config, const MeshShape& mesh, bool allow_uneven = false);
 
 } // namespace fsdp::cli

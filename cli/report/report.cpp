@@ -91,7 +91,8 @@ Json read_metrics(const fs::path& path) {
   check_config(
       text.has_value(), path.parent_path().string(), " is not the folder of a run: it has no ",
       kMetricsFile);
-  std::map<std::pair<int64_t, bool>, Json> lines; // by step, and whether it is a validation
+  // By step and kind: 0 is an update, 1 a validation, and every interruption has its own number.
+  std::map<std::pair<int64_t, size_t>, Json> lines;
   std::istringstream input(*text);
   size_t number = 0;
   size_t bad = 0; // number of the first line that is not a metric
@@ -110,8 +111,10 @@ Json read_metrics(const fs::path& path) {
       ++num_bad;
       continue;
     }
-    const std::pair key{json["step"].get<int64_t>(), json.contains("validation_loss")};
-    lines.insert_or_assign(key, std::move(json));
+    const size_t kind = json.contains("lost_steps")        ? 1 + number
+                        : json.contains("validation_loss") ? 1
+                                                           : 0;
+    lines.insert_or_assign({json["step"].get<int64_t>(), kind}, std::move(json));
   }
   if (num_bad > 0) {
     const auto what = c10::str(path.string(), " line ", bad, " is not an object with a step");
@@ -123,7 +126,7 @@ Json read_metrics(const fs::path& path) {
   auto result = Json::array();
   size_t index = 0;
   for (auto& [key, json] : lines) {
-    if (key.second || index++ % every == 0) {
+    if (key.second > 0 || index++ % every == 0) {
       result.push_back(std::move(json));
     }
   }

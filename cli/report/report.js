@@ -4,6 +4,7 @@
 
 const steps = data.metrics.filter((line) => 'loss' in line);
 const validations = data.metrics.filter((line) => finite(line.validation_loss));
+const interruptions = data.metrics.filter((line) => finite(line.lost_steps));
 const column = (f) => steps.map((line) => [line.step, f(line)]).filter((point) => finite(point[1]));
 const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
 const median = (values) => [...values].sort((a, b) => a - b)[values.length >> 1];
@@ -53,6 +54,13 @@ function header() {
   const tokens = sumOf(steps, (line) => line.seconds * line.tokens_per_s);
   if (time > 0)
     fact('Time', seconds(time), `${plural(steps.length, 'step')}, ${count(tokens)} tokens`);
+  if (interruptions.length) {
+    const again = sumOf(interruptions, (line) => line.lost_steps);
+    const lost = sumOf(interruptions, (line) => line.lost_seconds);
+    fact(
+        'Interruptions', digits(interruptions.length, 0),
+        `${plural(again, 'step')} made again, ${seconds(lost)} lost`);
+  }
   at('facts').replaceChildren(...facts);
   if (!facts.length) at('facts').remove();
 }

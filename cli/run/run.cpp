@@ -28,6 +28,8 @@ using Clock = std::chrono::steady_clock;
 // From SIGTERM to SIGKILL.
 constexpr auto kGrace = std::chrono::seconds(3);
 constexpr auto kPoll = std::chrono::milliseconds(100);
+// A second signal within this time is taken for the first one: `timeout` sends each one twice.
+constexpr auto kSameSignal = std::chrono::milliseconds(500);
 
 struct RunOptions {
   int num_ranks = 1;
@@ -35,8 +37,13 @@ struct RunOptions {
   int node_rank = 0;
   std::string master;
   bool bare = false;
+  int restarts = 0;
+  int min_ranks = 0;
   std::vector<std::string> program;
 };
+
+/// The exit code of a program that was started wrongly. To start it again would not help.
+constexpr int kWrongUse = 2;
 
 /// Blocks the signals that end `fsdp run`, and SIGCHLD, and offers a file descriptor to poll.
 class Signals {
@@ -81,22 +88,9 @@ class Launcher {
       : options_(options), signals_(signals), job_(job) {}
 
   int run() {
-    for (int local = 0; local < options_.num_ranks; ++local) {
-      const int rank = options_.node_rank * options_.num_ranks + local;
-      children_.push_back(std::make_unique<Child>(
-          rank, output_, options_.program, job_.environment(local), options_.bare && rank == 0));
-    }
-    while (any_running()) {
-      next_round();
-      watch_other_nodes();
-      enforce_grace();
-    }
-    // Kills processes that the ranks left running, and passes on the rest of the output.
-    children_.clear();
-    while (output_.waiting() && !second_signal_) {
-      next_round();
-      watch_other_nodes();
-    }
+    do {
+      run_ranks();
+    } while (starts_again());
     job_.leave(ending_, [this, failed = ending_] {
       next_round();
       watch_other_nodes();
@@ -111,6 +105,46 @@ class Launcher {
   }
 
  private:
+  /// Starts the ranks of this node and waits until all have ended.
+  void run_ranks() {
+    for (int local = 0; local < job_.num_ranks(); ++local) {
+      const int rank = job_.first_rank() + local;
+      children_.push_back(std::make_unique<Child>(
+          rank, output_, options_.program, job_.environment(local), options_.bare && rank == 0));
+    }
+    while (any_running()) {
+      next_round();
+      watch_other_nodes();
+      enforce_grace();
+    }
+    // Kills processes that the ranks left running, and passes on the rest of the output.
+    children_.clear();
+    while (output_.waiting() && !second_signal_) {
+      next_round();
+      watch_other_nodes();
+    }
+  }
+
+  /// After a failure: agrees with the other nodes to start again, if the job may.
+  bool starts_again() {
+    if (!may_restart_ || options_.restarts == 0) {
+      return false;
+    }
+    const auto why_not = job_.restart(job_.num_ranks() - ranks_lost_);
+    if (!why_not.empty()) {
+      closing_words_ += "fsdp run: not started again: " + why_not + ".\n";
+      return false;
+    }
+    output_.add(
+        1, closing_words_ + "fsdp run: restart " + std::to_string(job_.attempt()) + " of " +
+               std::to_string(options_.restarts) + ", on " + std::to_string(job_.world_size()) +
+               " ranks.\n");
+    closing_words_.clear();
+    ending_ = may_restart_ = false;
+    ranks_lost_ = exit_code_ = 0;
+    return true;
+  }
+
   bool any_running() const {
     for (const auto& child : children_) {
       if (child->running()) {
@@ -183,18 +217,26 @@ class Launcher {
       }
     }
     job_.report({what, code});
+    may_restart_ = code != kWrongUse;
+    ranks_lost_ = 1;
     end_all(code, SIGTERM, /*patiently=*/false);
   }
 
   void interrupted(int signal) {
-    if (ending_) { // the second signal: end at once
+    if (Clock::now() < same_signal_until_) {
+      return;
+    }
+    same_signal_until_ = Clock::now() + kSameSignal;
+    if (ending_ && !may_restart_) { // the second signal: end at once
       kill_at_ = Clock::now();
       second_signal_ = true;
       return;
     }
+    const bool failed = ending_; // then the ranks are being ended already
+    may_restart_ = false;
     closing_words_ = std::string("fsdp run: ended by ") + strsignal(signal) + ".\n";
     job_.report({std::string("fsdp run was ended by ") + strsignal(signal), 128 + signal});
-    end_all(128 + signal, signal, /*patiently=*/true);
+    end_all(128 + signal, signal, /*patiently=*/!failed);
   }
 
   /// Ends the ranks because their output cannot be written.
@@ -214,6 +256,7 @@ class Launcher {
       closing_words_ =
           "fsdp run: on another node: " + failure->what + "; the ranks here were ended.\n";
       const bool asked = was_asked(failure->exit_code);
+      may_restart_ = !asked && failure->exit_code != kWrongUse;
       end_all(failure->exit_code, asked ? failure->exit_code - 128 : SIGTERM, asked);
     }
   }
@@ -232,6 +275,7 @@ class Launcher {
     kill_at_ = patiently ? Clock::time_point::max() : Clock::now() + kGrace;
     for (const auto& child : children_) {
       child->signal_group(signal);
+      child->signal_group(SIGCONT); // a rank that was stopped must obey, too
     }
   }
 
@@ -249,7 +293,10 @@ class Launcher {
   Output output_;
   std::vector<std::unique_ptr<Child>> children_;
   bool ending_ = false;
+  bool may_restart_ = false;   // a rank or a node has failed; nobody asked for the end
+  int ranks_lost_ = 0;         // how many ranks of this node have failed by themselves
   bool second_signal_ = false; // a second signal came: wait for nothing
+  Clock::time_point same_signal_until_;
   int exit_code_ = 0;
   Clock::time_point kill_at_;
   std::string closing_words_;
@@ -264,13 +311,15 @@ int launch(const RunOptions& options) {
          .num_nodes = options.num_nodes,
          .node_rank = options.node_rank,
          .master = options.master,
-         .stop = [&] { return (asked = signals.take()).has_value(); }});
+         .stop = [&] { return (asked = signals.take()).has_value(); },
+         .max_restarts = options.restarts,
+         .min_ranks = options.min_ranks});
     return Launcher(options, signals, job).run();
   } catch (const CommError&) {
     if (!asked) {
       throw;
     }
-    std::cerr << "fsdp run: ended by " << strsignal(*asked) << ", while waiting for node 0.\n";
+    std::cerr << "fsdp run: ended by " << strsignal(*asked) << ", while waiting for other nodes.\n";
     return 128 + *asked;
   }
 }
@@ -291,6 +340,16 @@ void add_run(CLI::App& app, Action& action) {
       "--master", options->master, "HOST:PORT on machine 0 that all machines can reach");
   command->add_flag(
       "--bare", options->bare, "Rank 0 writes its output itself, without \"[rank 0]\"");
+  command
+      ->add_option(
+          "--restarts", options->restarts,
+          "Start the job again when a rank or a machine is lost, this often at most")
+      ->check(CLI::NonNegativeNumber);
+  command
+      ->add_option(
+          "--min-ranks", options->min_ranks,
+          "Start again without the ranks that were lost, on this many at least [on all again]")
+      ->check(CLI::Range(1, 1 << 20));
   // No extra arguments: CLI11 would read "[1,2]" as two values. `main` adds the words.
   command->add_option("program", options->program, "Program and its arguments, after --")
       ->required()

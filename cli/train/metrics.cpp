@@ -1,6 +1,10 @@
 #include "cli/train/metrics.h"
 
+#include <sys/stat.h>
+
+#include <algorithm>
 #include <cmath>
+#include <ctime>
 
 #include "cli/files.h"
 
@@ -26,20 +30,32 @@ std::string MetricsFile::lines_to_keep(int64_t steps) {
     const bool has_step =
         json.is_object() && json.contains("step") && json["step"].is_number_integer();
     const auto step = has_step ? json["step"].get<int64_t>() : 0;
-    if (step >= 1 && step <= steps) {
+    const bool is_step = has_step && json.contains("loss");
+    if (has_step && step <= steps) {
       kept += line + "\n";
-      if (json.contains("loss")) {
+      if (is_step) {
         losses_.push_back(json["loss"].is_number() ? json["loss"].get<double>() : std::nan(""));
-      } else {
-        validated_ = json["step"];
+      } else if (json.contains("validation_loss")) {
+        validated_ = step;
       }
+    } else if (is_step) {
+      ++lost_.steps;
+      lost_.seconds += json.value("seconds", 0.0);
     }
   }
   return kept;
 }
 
+/// Seconds since the file was written. 0 if there is none.
+double age_of(const std::filesystem::path& path) {
+  struct stat status{};
+  return stat(path.c_str(), &status) == 0
+             ? std::max(0.0, std::difftime(std::time(nullptr), status.st_mtime))
+             : 0.0;
+}
+
 Json to_json(const StepRecord& record) {
-  const auto& [loss, grad_norm, lr, skipped, asked, memory] = record.result;
+  const auto& [loss, grad_norm, lr, skipped, memory] = record.result;
   Json json{
       {"step", record.step},
       {"loss", number(loss)},
@@ -71,9 +87,14 @@ Json to_json(const Validation& validation) {
 }
 
 MetricsFile::MetricsFile(const std::filesystem::path& path, int64_t steps) : path_(path) {
+  const auto age = age_of(path);
   write_file(path, lines_to_keep(steps));
   file_.open(path, std::ios::app);
   check();
+  if (lost_.steps > 0) {
+    lost_.seconds += age;
+    add({{"step", steps}, {"lost_steps", lost_.steps}, {"lost_seconds", lost_.seconds}});
+  }
 }
 
 void MetricsFile::add(const Json& line) {

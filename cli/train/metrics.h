@@ -18,7 +18,6 @@ struct StepResult {
   double grad_norm = 0;
   double lr = 0;
   bool skipped = false; // fp16 only: no update, because gradients were not finite
-  int asked = 0;        // a signal that came to any rank, or 0
   MemoryStats memory;   // of this rank, with the peak of the step
 };
 
@@ -39,15 +38,22 @@ struct Validation {
   double byte_frequency_loss = 0; // see Corpus::byte_frequency_loss
 };
 
+/// What an interruption has cost a run that was resumed.
+struct Lost {
+  int64_t steps = 0;  // that are made again
+  double seconds = 0; // that they took, and until the run went on
+};
+
 nlohmann::ordered_json to_json(const StepRecord& record);
 nlohmann::ordered_json to_json(const Validation& validation);
 
-/// The file metrics.jsonl, with one JSON object per step or validation. Throws CheckpointError if
-/// it cannot be written.
+/// The file metrics.jsonl, with one JSON object per step, validation or interruption. Throws
+/// CheckpointError if it cannot be written.
 class MetricsFile {
  public:
   /// Opens the file. If a run is resumed after `steps` steps, their lines are kept. Lines of later
-  /// steps are dropped, because the resumed run makes these steps again.
+  /// steps are dropped, because the resumed run makes these steps again; a line says what that
+  /// costs.
   MetricsFile(const std::filesystem::path& path, int64_t steps);
 
   void add(const nlohmann::ordered_json& line);
@@ -55,6 +61,9 @@ class MetricsFile {
   /// The losses of the steps whose lines were kept.
   const std::vector<double>& earlier_losses() const {
     return losses_;
+  }
+  const Lost& lost() const {
+    return lost_;
   }
   /// Returns true if the last validation that was kept came after this step.
   bool has_validation(int64_t step) const {
@@ -68,6 +77,7 @@ class MetricsFile {
   std::filesystem::path path_;
   std::vector<double> losses_;
   int64_t validated_ = 0;
+  Lost lost_;
   std::ofstream file_;
 };
 

@@ -103,7 +103,7 @@ void Narrator::text(const Corpus& corpus) {
   }
 }
 
-void Narrator::resumed(const SavedRun& saved) {
+void Narrator::resumed(const SavedRun& saved, const Lost& lost) {
   if (to_people()) {
     screen_.labelled(
         "resumed", saved.has_checkpoint
@@ -111,9 +111,20 @@ void Narrator::resumed(const SavedRun& saved) {
                              saved.path.string(), ": ", plural(saved.step, "step"), " done, by ",
                              plural(saved.ranks, "rank"))
                        : saved.path.string() + ": no checkpoint yet, so it begins again");
+    if (lost.steps > 0) {
+      screen_.labelled(
+          "lost", c10::str(
+                      plural(lost.steps, "step"), " since then, made again; ",
+                      fixed(lost.seconds, 1), " s"));
+    }
   }
   if (to_programs()) {
-    print({{"event", "resumed"}, {"checkpoint", saved.path.string()}, {"step", saved.step}});
+    print(
+        {{"event", "resumed"},
+         {"checkpoint", saved.path.string()},
+         {"step", saved.step},
+         {"lost_steps", lost.steps},
+         {"lost_seconds", lost.seconds}});
   }
 }
 

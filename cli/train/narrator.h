@@ -33,7 +33,7 @@ class Narrator {
   /// Prints the sizes, memory and traffic that the run will have.
   void plan(const Plan& plan, int64_t shard_bytes, const std::string& backend);
   void text(const Corpus& corpus);
-  void resumed(const SavedRun& saved);
+  void resumed(const SavedRun& saved, const Lost& lost);
   void begin(int64_t steps_before);
 
   void step(const StepRecord& record);

@@ -1,5 +1,6 @@
 #include "cli/train/options.h"
 
+#include <fsdp/launch.h>
 #include <torch/cuda.h>
 
 #include <algorithm>
@@ -116,6 +117,11 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
   command.add_flag(
       "--processes", options.processes,
       "Run ranks as processes over NCCL or gloo, not as threads [if there are several GPUs]");
+  add("--restarts", options.restarts,
+      "Start again when a rank is lost, this often at most; ranks are processes then")
+      ->check(CLI::NonNegativeNumber);
+  add("--min-ranks", options.min_ranks,
+      "Start again without the ranks that were lost, on this many at least [on all again]");
   command.add_flag("--offload", config.offload, "Keep shards and optimizer in host memory");
   command.add_flag(
       "--activation-checkpointing", config.activation_checkpointing,
@@ -136,6 +142,8 @@ void add_file_options(CLI::App& command, TrainOptions& options) {
   add("--resume", options.resume,
       "Continue a run from its folder, or from one of its checkpoints, on any --mesh; options that "
       "are not given stay as they were");
+  command.add_flag(
+      "--go-on", options.go_on, "Continue the run in the folder of --run, if there is one");
   command.add_flag("--no-save", options.no_save, "Write no files");
   // Only for --help: `main` has already replaced --config by the options in the file.
   command.add_option(
@@ -218,9 +226,11 @@ MeshShape resolve_mesh(
             : config.device == "cuda" && num_gpus > 1 ? num_gpus
                                                       : kDefaultRanks;
   }
-  config.mesh = parse_mesh(mesh, ranks);
-  config.reshard_after_forward = parse_reshard(options.reshard, config.mesh->shard);
-  check(config, *config.mesh);
+  // A job that starts again goes on with whatever is left.
+  const bool must_fit = launched && num_restarts() > 0;
+  config.mesh = must_fit ? fit_mesh(mesh, *launched) : parse_mesh(mesh, ranks);
+  config.reshard_after_forward = parse_reshard(options.reshard, config.mesh->shard, must_fit);
+  check(config, *config.mesh, /*allow_uneven=*/must_fit);
   return *config.mesh;
 }
 
@@ -229,7 +239,7 @@ bool wants_processes(const TrainOptions& options) {
   const auto ranks = config.mesh->ranks();
   const auto num_gpus = static_cast<int64_t>(torch::cuda::device_count());
   const bool several_gpus = config.device == "cuda" && num_gpus > 1;
-  const bool wanted = ranks > 1 && (options.processes || several_gpus);
+  const bool wanted = options.restarts > 0 || (ranks > 1 && (options.processes || several_gpus));
   check_config(
       !wanted || config.device != "cuda" || ranks <= num_gpus, ranks, " ranks as processes, but ",
       num_gpus, num_gpus == 1 ? " GPU" : " GPUs", ": NCCL needs one for each; use --ranks ",

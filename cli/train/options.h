@@ -28,6 +28,9 @@ struct TrainOptions {
   bool dry_run = false;
   std::string run; // the folder; empty: runs/<date and time>
   std::string resume;
+  bool go_on = false; // with the run in the folder, if there is one
+  int restarts = 0;
+  int min_ranks = 0;
   bool no_save = false;
   std::optional<int64_t> save_every; // in steps; 0: only at the end
   int64_t validate_every = 0;        // in steps; 0: only at the end

@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <iostream>
 #include <type_traits>
 #include <variant>
 
@@ -170,6 +171,30 @@ void load_run(const SavedRun& saved, Trainer& trainer, RunState& run) {
   }
   run.step = saved.step;
   run.first_loss = value_of<double>(state, "train.first_loss", saved.path);
+}
+
+SavedRun load_newest_good(SavedRun saved, Trainer& trainer, RunState& run) {
+  // Every rank throws if any of them cannot load, so all take the same checkpoint in the end.
+  while (true) {
+    try {
+      load_run(saved, trainer, run);
+      return saved;
+    } catch (const CheckpointError& error) {
+      std::optional<std::filesystem::path> older;
+      for (const auto& [step, path] : CheckpointSeries(saved.path.parent_path()).list()) {
+        older = step < saved.step ? std::optional(path) : older;
+      }
+      if (!older) {
+        throw;
+      }
+      if (get_rank() == 0) {
+        std::cerr << "fsdp: warning: " << error.what_without_backtrace()
+                  << "\nfsdp: warning: the run goes on from " << older->string() << " instead"
+                  << std::endl;
+      }
+      saved = find_saved_run(older->string());
+    }
+  }
 }
 
 } // namespace fsdp::cli

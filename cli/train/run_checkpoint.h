@@ -64,5 +64,8 @@ void check_text(const RunIdentity& mine, const SavedRun& saved);
 StateDict make_run_state_dict(Trainer& trainer, const RunState& run, const RunIdentity& identity);
 /// Loads a checkpoint into `trainer` and `run`. Collective.
 void load_run(const SavedRun& saved, Trainer& trainer, RunState& run);
+/// The same, for a run that goes on by itself: if the checkpoint is damaged, says so on stderr and
+/// takes the next older one of the run. Returns the one that was loaded. Collective.
+SavedRun load_newest_good(SavedRun saved, Trainer& trainer, RunState& run);
 
 } // namespace fsdp::cli

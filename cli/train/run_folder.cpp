@@ -11,27 +11,15 @@
 #include "cli/check.h"
 #include "cli/files.h"
 #include "cli/report/report.h"
+#include "cli/train/signals.h"
 
 namespace fsdp::cli {
 
 namespace {
 
-constexpr int64_t kLongestText = 1024;
-
-/// Broadcasts a text from rank 0, cut off at kLongestText bytes. Collective.
-std::string from_first_rank(std::string text, const std::string& device) {
-  text.resize(kLongestText); // padded with zeros; the last byte must be one
-  text.back() = '\0';
-  const auto bytes = torch::from_blob(text.data(), {kLongestText}, torch::kByte);
-  const auto shared = bytes.to(torch::Device(device), /*non_blocking=*/false, /*copy=*/true);
-  default_group().broadcast(shared, 0);
-  bytes.copy_(shared);
-  return text.c_str();
-}
-
 /// Makes runs/<date and time> on rank 0 and returns its path on every rank. If that folder exists,
 /// because another run began in the same second, a number is appended. Collective.
-std::string new_run_folder(const std::string& device) {
+std::string new_run_folder() {
   std::string path;
   if (get_rank() == 0) {
     char text[16] = {};
@@ -45,37 +33,57 @@ std::string new_run_folder(const std::string& device) {
       path = first + "-" + std::to_string(i);
     }
   }
-  return from_first_rank(path, device);
+  return gather_texts(path).front();
+}
+
+/// Gives a save the time that writing takes, before a signal ends it.
+void expect_save(const Trainer& trainer) {
+  constexpr double kBytesPerSecond = 50e6;      // of a slow disk
+  const auto state = 3 * trainer.shard_bytes(); // with the optimizer
+  StopSignals::expect_within(static_cast<double>(state) / kBytesPerSecond);
 }
 
 } // namespace
 
-RunFolder::RunFolder(
-    const TrainOptions& options, const Plan& plan, c10::Device device, int64_t before)
-    : options_(options) {
-  if (!options.saves()) {
-    return;
-  }
-  path_ = options.run.empty() ? new_run_folder(options.identity.config.device) : options.run;
-  series_.emplace(checkpoints_of(path_), options.keep);
+template <class Action>
+void RunFolder::on_first_rank(const Action& action) {
   std::string failure;
   if (get_rank() == 0) {
     try {
-      make_folders(path_);
-      const std::filesystem::path folder = path_;
-      write_file(folder / kConfigFile, config_json(options).dump(2) + "\n");
-      write_file(folder / kGroupsFile, groups_json(plan).dump(1) + "\n");
-      metrics_.emplace(folder / kMetricsFile, before);
+      action();
     } catch (const CheckpointError& error) {
       failure = error.what_without_backtrace();
     }
   }
-  // Every rank throws the error of rank 0, so that none waits for rank 0.
-  failure = from_first_rank(failure, options.identity.config.device);
+  failure = gather_texts(failure).front();
   if (!failure.empty()) {
     throw CheckpointError({__func__, __FILE__, __LINE__}, failure);
   }
-  trace_.emplace(path_, before, options.identity.config.steps, device);
+}
+
+RunFolder::RunFolder(const TrainOptions& options) : options_(options) {
+  if (!options.saves()) {
+    return;
+  }
+  path_ = options.run.empty() ? new_run_folder() : options.run;
+  series_.emplace(checkpoints_of(path_), options.keep);
+  on_first_rank([&] {
+    make_folders(path_);
+    lock_.emplace(path_);
+  });
+}
+
+void RunFolder::begin(const Plan& plan, c10::Device device, int64_t before) {
+  if (!exists()) {
+    return;
+  }
+  on_first_rank([&] {
+    const std::filesystem::path folder = path_;
+    write_file(folder / kConfigFile, config_json(options_).dump(2) + "\n");
+    write_file(folder / kGroupsFile, groups_json(plan).dump(1) + "\n");
+    metrics_.emplace(folder / kMetricsFile, before);
+  });
+  trace_.emplace(path_, before, options_.identity.config.steps, device);
 }
 
 void RunFolder::before_step(int64_t step) {
@@ -99,6 +107,7 @@ void RunFolder::add(const Validation& validation) {
 void RunFolder::after_step(Trainer& trainer, const RunState& run) {
   const auto every = options_.save_every.value_or(0);
   if (series_ && every > 0 && run.step % every == 0 && run.step < options_.identity.config.steps) {
+    expect_save(trainer);
     series_->async_save(run.step, make_run_state_dict(trainer, run, options_.identity));
   }
 }
@@ -108,6 +117,7 @@ void RunFolder::at_end(Trainer& trainer, const RunState& run) {
     trace_->end();
   }
   if (series_) {
+    expect_save(trainer);
     const auto state = make_run_state_dict(trainer, run, options_.identity);
     try {
       series_->save(run.step, state);

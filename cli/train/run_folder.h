@@ -7,6 +7,7 @@
 #include "cli/train/metrics.h"
 #include "cli/train/options.h"
 #include "cli/train/plan.h"
+#include "cli/train/run_lock.h"
 #include "cli/train/step_trace.h"
 #include "cli/train/trainer.h"
 
@@ -16,9 +17,12 @@ namespace fsdp::cli {
 /// collective; rank 0 writes the files that a run has only once.
 class RunFolder {
  public:
-  /// `before` is the number of steps that a resumed run has already made.
-  RunFolder(const TrainOptions& options, const Plan& plan, c10::Device device, int64_t before);
+  /// Makes the folder and locks it. Throws CheckpointError if another run writes there.
+  explicit RunFolder(const TrainOptions& options);
 
+  /// Call it before the first update. `before` is the number of steps that a resumed run has
+  /// already made.
+  void begin(const Plan& plan, c10::Device device, int64_t before);
   /// Call it before each update. `step` updates are done.
   void before_step(int64_t step);
   void add(const StepRecord& record);
@@ -38,12 +42,22 @@ class RunFolder {
   }
   /// The path of the newest checkpoint. Empty if there is none.
   std::string latest() const;
+  /// On rank 0: what the interruption has cost.
+  Lost lost() const {
+    return metrics_ ? metrics_->lost() : Lost{};
+  }
   /// On rank 0: the losses of the steps before a resumed run, if metrics.jsonl has them.
   std::vector<double> earlier_losses() const;
 
  private:
+  /// Calls `action` on rank 0. If it throws CheckpointError, every rank throws it, so that none
+  /// waits for rank 0.
+  template <class Action>
+  static void on_first_rank(const Action& action);
+
   const TrainOptions& options_;
   std::string path_;
+  std::optional<RunLock> lock_; // on rank 0 only
   std::optional<CheckpointSeries> series_;
   std::optional<MetricsFile> metrics_; // on rank 0 only
   std::optional<StepTrace> trace_;

@@ -31,7 +31,7 @@ std::string sample(Transformer& model, const std::string& prompt, const SampleOp
   for (const char c : prompt.empty() ? "\n" : prompt) { // the model needs at least one token
     tokens.push_back(static_cast<unsigned char>(c));
   }
-  for (int64_t i = 0; i < options.count; ++i) {
+  for (int64_t i = 0; i < options.count && !(options.stop && options.stop()); ++i) {
     // A rank whose text is not wanted only takes part in the collectives: one token is enough.
     const auto most = options.keeps_text ? options.context : 1;
     const auto length = std::min(most, static_cast<int64_t>(tokens.size()));

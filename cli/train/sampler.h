@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "cli/train/model.h"
@@ -15,6 +16,8 @@ struct SampleOptions {
   c10::Device device = c10::kCPU;
   /// If false, this rank only takes part in the collectives, and its result is meaningless.
   bool keeps_text = true;
+  /// Called before each byte. If it returns true, on every rank alike, no more bytes are drawn.
+  std::function<bool()> stop = {};
 };
 
 /// Returns `prompt`, followed by bytes that the model generates. Collective over the ranks of the

@@ -2,9 +2,12 @@
 #include <signal.h>
 #include <stdlib.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <iostream>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,6 +21,7 @@
 #include "cli/command.h"
 #include "cli/files.h"
 #include "cli/invocation.h"
+#include "cli/report/report.h"
 #include "cli/train/corpus.h"
 #include "cli/train/narrator.h"
 #include "cli/train/options.h"
@@ -72,9 +76,8 @@ Validation validate(Trainer& trainer, int64_t step) {
       .byte_frequency_loss = trainer.corpus().byte_frequency_loss()};
 }
 
-/// Trains until the run is done, and returns 0. If a signal comes to any rank, stops after that
-/// step and returns the signal.
-int train_steps(
+/// Trains until the run is done, or until the ranks agree to stop because of a signal.
+void train_steps(
     const TrainOptions& options,
     Trainer& trainer,
     RunState& run,
@@ -83,53 +86,90 @@ int train_steps(
     std::vector<double>& losses) {
   const auto& config = options.identity.config;
   WaitTimer waited;
-  while (run.step < config.steps) {
+  double longest = 0;
+  while (run.step < config.steps && trainer.stop() == 0) {
     folder.before_step(run.step);
     const auto start = std::chrono::steady_clock::now();
     waited.reset();
-    const auto result = trainer.step(run.step, StopSignals::asked());
+    const auto result = trainer.step(run.step);
     run.add(result.loss);
     losses.push_back(result.loss);
-    const auto record =
-        make_record(result, run.step, seconds_since(start), waited.seconds(), config);
+    const auto seconds = seconds_since(start);
+    longest = std::max(longest, seconds);
+    StopSignals::expect_within(2 * longest);
+    const auto record = make_record(result, run.step, seconds, waited.seconds(), config);
     folder.add(record);
     narrator.step(record);
-    if (result.asked != 0) {
-      return result.asked;
+    if (trainer.stop() != 0) {
+      return;
     }
     folder.after_step(trainer, run);
     const auto every = options.validate_every;
     if (every > 0 && run.step % every == 0 && run.step < config.steps) {
       const auto validation = validate(trainer, run.step);
-      folder.add(validation);
-      narrator.validation(validation);
+      if (trainer.stop() == 0) {
+        folder.add(validation);
+        narrator.validation(validation);
+      }
     }
   }
-  return 0;
+}
+
+/// Validates the model that was trained, and shows it. A signal ends this early.
+void show_result(
+    Trainer& trainer,
+    const RunState& run,
+    RunFolder& folder,
+    Narrator& narrator,
+    const std::vector<double>& losses,
+    double seconds) {
+  const auto validation = validate(trainer, run.step);
+  if (trainer.stop() != 0) {
+    return;
+  }
+  folder.add(validation);
+  narrator.curve(losses);
+  narrator.result(
+      {.first_loss = run.first_loss,
+       .last_loss = run.mean_of_last(),
+       .num_last = run.num_last(),
+       .validation = validation,
+       .seconds = seconds});
+  if (narrator.wants_sample()) { // generating is collective
+    const auto prompt = trainer.corpus().prompt();
+    const auto text = trainer.generate(prompt, kSampleBytes);
+    if (trainer.stop() == 0) {
+      narrator.sample(prompt, text);
+    }
+  }
 }
 
 /// Runs one rank from the beginning to the end, and returns the exit code. Rank 0 reports the run.
 int train_rank(
     const TrainOptions& options, const Corpus& corpus, const std::optional<SavedRun>& saved) {
   const auto& config = options.identity.config;
-  Trainer trainer(config, corpus);
+  Trainer trainer(config, corpus, StopSignals::asked);
+  RunFolder folder(options);
   RunState run;
-  if (saved && saved->has_checkpoint) {
+  auto loaded = saved;
+  if (saved && saved->has_checkpoint && options.go_on) {
+    loaded = load_newest_good(*saved, trainer, run);
+  } else if (saved && saved->has_checkpoint) {
     load_run(*saved, trainer, run);
   }
   const auto plan = make_plan(config, *config.mesh);
-  RunFolder folder(options, plan, trainer.device(), run.step);
+  StopSignals::expect_within(0); // from here on, no rank may end alone at once
+  folder.begin(plan, trainer.device(), run.step);
   Narrator narrator(options, /*prints=*/get_rank() == 0);
   narrator.plan(plan, trainer.shard_bytes(), default_group().backend_name());
   narrator.text(corpus);
-  if (saved) {
-    narrator.resumed(*saved);
+  if (loaded) {
+    narrator.resumed(*loaded, folder.lost());
   }
   narrator.begin(run.step);
   auto losses = folder.earlier_losses();
-  int signal = 0;
   try {
-    signal = train_steps(options, trainer, run, folder, narrator, losses);
+    train_steps(options, trainer, run, folder, narrator, losses);
   } catch (const NonFiniteError& error) {
     // Every rank stops at the same step, so none waits in a collective.
     folder.report();
@@ -142,28 +182,17 @@ int train_rank(
   }
   const auto seconds = narrator.seconds();
   folder.at_end(trainer, run);
-  if (signal != 0) { // no validation and no sample: the user wants the run to end
-    narrator.stopped(signal == SIGINT ? "SIGINT" : "SIGTERM", run.step);
-  } else {
-    const auto validation = validate(trainer, run.step);
-    folder.add(validation);
-    narrator.curve(losses);
-    narrator.result(
-        {.first_loss = run.first_loss,
-         .last_loss = run.mean_of_last(),
-         .num_last = run.num_last(),
-         .validation = validation,
-         .seconds = seconds});
-    if (narrator.wants_sample()) { // generating is collective
-      const auto prompt = corpus.prompt();
-      narrator.sample(prompt, trainer.generate(prompt, kSampleBytes));
-    }
+  if (trainer.stop() == 0) { // else the user wants the run to end
+    show_result(trainer, run, folder, narrator, losses, seconds);
+  }
+  if (trainer.stop() != 0) {
+    narrator.stopped(trainer.stop() == SIGINT ? "SIGINT" : "SIGTERM", run.step);
   }
   folder.report();
   if (folder.exists()) {
     narrator.saved(folder.path(), folder.latest(), run.step);
   }
-  return signal == 0 ? 0 : 128 + signal;
+  return trainer.stop() == 0 ? 0 : 128 + trainer.stop();
 }
 
 /// Prints the plan of a run. Builds the model on the meta device, as rank 0 of a fake world.
@@ -187,18 +216,67 @@ int dry_run(TrainOptions& options) {
   return 0;
 }
 
+/// What all ranks of a launched run must have been told alike, by the names of the options.
+std::map<std::string, std::string> shared_settings(
+    const TrainOptions& options, const Corpus& corpus, const std::optional<SavedRun>& saved) {
+  auto json = config_json(options);
+  json.erase("data");          // its path may differ between machines, its text may not
+  json["mesh"] = options.mesh; // as given: how many ranks there are is not known yet
+  json["run"] = options.run;
+  json["no-save"] = options.no_save;
+  std::map<std::string, std::string> settings;
+  for (const auto& [name, value] : json.items()) {
+    settings["--" + name] = value.dump();
+  }
+  settings["the text of --data"] = c10::str(
+      corpus.train_bytes() + corpus.held_out_bytes(), " bytes with the hash ",
+      corpus.fingerprint());
+  settings["the checkpoint to resume from"] =
+      saved && saved->has_checkpoint ? saved->path.filename().string() : "none";
+  return settings;
+}
+
 /// Replaces this process by `fsdp run`, which starts the same command once per rank.
-[[noreturn]] void become_launcher(int64_t ranks) {
-  std::vector<std::string> words{"run",    "-n", std::to_string(ranks),
-                                 "--bare", "--", real_path("/proc/self/exe")};
+[[noreturn]] void become_launcher(const TrainOptions& options) {
+  std::vector<std::string> words{
+      "run", "-n", std::to_string(options.identity.config.mesh->ranks()), "--bare"};
+  if (options.restarts > 0) {
+    words.insert(words.end(), {"--restarts", std::to_string(options.restarts)});
+  }
+  if (options.min_ranks > 0) {
+    words.insert(words.end(), {"--min-ranks", std::to_string(options.min_ranks)});
+  }
+  words.insert(words.end(), {"--", real_path("/proc/self/exe")});
   const auto own = own_arguments();
   words.insert(words.end(), own.begin(), own.end());
   replace_process(words);
 }
 
+/// If the job has been started again, or with --go-on: continues the run in the folder of --run, if
+/// there is one, with all ranks that are there.
+void resolve_restart(TrainOptions& options) {
+  const char* text = std::getenv("TORCHELASTIC_MAX_RESTARTS");
+  const bool may_restart = options.restarts > 0 || num_restarts() > 0 || (text && std::atoi(text));
+  check_config(
+      !(may_restart || options.go_on) || !options.run.empty() || !options.resume.empty() ||
+          options.no_save,
+      options.go_on ? "--go-on" : "a job that may start again",
+      " needs a folder that it finds again; give --run FOLDER");
+  if (num_restarts() > 0) {
+    options.go_on = true;
+    options.ranks.reset(); // there may be fewer now
+  }
+  if (options.go_on && options.resume.empty() && is_file(options.run + "/" + kConfigFile)) {
+    options.resume = options.run;
+    options.given.erase("model"); // the run has its sizes
+  }
+}
+
 int train(TrainOptions options) {
+  const StopSignals signals;
   auto& identity = options.identity;
   auto& config = identity.config;
+  resolve_restart(options);
   check_contradictions(options);
   resolve_model(options);
   std::optional<TrainOptions> before;
@@ -221,9 +299,9 @@ int train(TrainOptions options) {
   if (launched) { // the number of ranks is not known before they meet
     check(config, MeshShape{});
   } else {
-    const auto ranks = resolve_mesh(options, saved, std::nullopt).ranks();
+    resolve_mesh(options, saved, std::nullopt);
     if (wants_processes(options)) {
-      become_launcher(ranks);
+      become_launcher(options);
     }
   }
   const auto corpus =
@@ -234,9 +312,10 @@ int train(TrainOptions options) {
   if (saved) {
     check_text(identity, *saved);
   }
-  const StopSignals signals;
   if (launched) {
-    const ScopedProcessGroup joined({.backend = options.device == "cpu" ? "gloo" : ""});
+    const ScopedProcessGroup joined(
+        {.backend = options.device == "cpu" ? "gloo" : "",
+         .same = shared_settings(options, corpus, saved)});
     resolve_mesh(options, saved, get_world_size());
     return train_rank(options, corpus, saved);
   }

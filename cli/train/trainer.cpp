@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <utility>
 
 #include <fsdp/activation_checkpointing.h>
 #include <fsdp/clip_grad_norm.h>
@@ -101,9 +102,10 @@ int64_t shard_bytes(const Transformer& model) {
   return bytes;
 }
 
-Trainer::Trainer(const TrainConfig& config, const Corpus& corpus)
+Trainer::Trainer(const TrainConfig& config, const Corpus& corpus, Asked asked)
     : config_(config),
       corpus_(corpus),
+      asked_(std::move(asked)),
       device_(pick_device(config.device)),
       mesh_(config.mesh.value_or(MeshShape{.shard = get_world_size()}), device_.type()),
       model_(build_sharded(config, mesh_)),
@@ -117,18 +119,13 @@ Trainer::Trainer(const TrainConfig& config, const Corpus& corpus)
   optimizer_.emplace(make_optimizer(model_, config));
 }
 
-StepResult Trainer::step(int64_t step, int asked) {
+StepResult Trainer::step(int64_t step) {
   reset_peak_memory_stats(device_);
   StepResult result;
-  const auto [first, count] = my_rows(config_.batch);
+  const auto [first, count] = my_rows();
   const auto loss =
       accumulate(corpus_.train_rows(config_.seed, step, first, count, config_.context));
-  // Signals are reduced together with the loss, so that every rank sees them in the same step.
-  const auto shared = average(torch::stack(
-      {loss, torch::full_like(loss, asked == SIGINT ? 1 : 0),
-       torch::full_like(loss, asked == SIGTERM ? 1 : 0)}));
-  result.loss = shared[0];
-  result.asked = shared[1] > 0 ? SIGINT : shared[2] > 0 ? SIGTERM : 0;
+  result.loss = average(loss.view({1}))[0];
   if (!std::isfinite(result.loss)) {
     const auto param = first_non_finite(/*gradients=*/false);
     const auto grad = param.empty() ? first_non_finite(/*gradients=*/true) : "";
@@ -158,13 +155,13 @@ StepResult Trainer::step(int64_t step, int asked) {
 
 torch::Tensor Trainer::accumulate(const torch::Tensor& rows) {
   auto root = FSDPModule::of(model_);
-  const auto parts = rows.chunk(config_.accumulate);
+  const auto parts = rows.tensor_split(config_.accumulate);
   auto sum = torch::zeros({}, torch::TensorOptions(device_).dtype(torch::kDouble));
   for (size_t i = 0; i < parts.size(); ++i) {
     const bool is_last = i + 1 == parts.size();
     root.set_requires_gradient_sync(is_last); // reduces gradients only once
     root.set_is_last_backward(is_last);
-    const auto loss = loss_of(parts[i]) / static_cast<double>(parts.size());
+    const auto loss = weighted_loss(parts[i]);
     sum += loss.detach();
     scaler_.scale(loss).backward();
   }
@@ -190,16 +187,18 @@ double Trainer::clip_gradients() {
 double Trainer::validation_loss() {
   const torch::NoGradGuard no_grad;
   const auto total = kValidationBatches * config_.batch;
-  auto sum = torch::zeros({}, torch::TensorOptions(device_).dtype(torch::kDouble));
-  for (int64_t batch = 0; batch < kValidationBatches; ++batch) {
-    const auto [first, count] = my_rows(config_.batch);
+  double sum = 0;
+  for (int64_t batch = 0; batch < kValidationBatches && stop_ == 0; ++batch) {
+    auto loss = torch::zeros({1}, torch::TensorOptions(device_).dtype(torch::kDouble));
+    const auto [first, count] = my_rows();
     const auto rows =
         corpus_.held_out_rows(batch * config_.batch + first, count, total, config_.context);
-    for (const auto& part : rows.chunk(config_.accumulate)) { // in parts, as in a step
-      sum += loss_of(part) / static_cast<double>(config_.accumulate);
+    for (const auto& part : rows.tensor_split(config_.accumulate)) { // in parts, as in a step
+      loss += weighted_loss(part);
     }
+    sum += average(loss)[0]; // of each batch, so that a signal is heard after it
   }
-  return average(sum.view({1}) / kValidationBatches)[0];
+  return sum / kValidationBatches;
 }
 
 std::string Trainer::generate(const std::string& prompt, int64_t count) {
@@ -209,7 +208,11 @@ std::string Trainer::generate(const std::string& prompt, int64_t count) {
        .seed = static_cast<uint64_t>(config_.seed),
        .context = config_.context,
        .device = device_,
-       .keeps_text = mesh_.data_rank == 0});
+       .keeps_text = mesh_.data_rank == 0,
+       .stop = [this] {
+         average(torch::zeros({0}, device_));
+         return stop_ != 0;
+       }});
 }
 
 StateDict Trainer::state_dict() {
@@ -235,9 +238,16 @@ void Trainer::set_state_dict(const StateDict& state) {
   }
 }
 
-std::pair<int64_t, int64_t> Trainer::my_rows(int64_t total) const {
-  const auto count = total / mesh_.shape.data_ranks();
-  return {count * mesh_.data_rank, count};
+std::pair<int64_t, int64_t> Trainer::my_rows() const {
+  const auto first = [&](int64_t rank) { return config_.batch * rank / mesh_.shape.data_ranks(); };
+  return {first(mesh_.data_rank), first(mesh_.data_rank + 1) - first(mesh_.data_rank)};
+}
+
+torch::Tensor Trainer::weighted_loss(const torch::Tensor& part) {
+  const auto rows = static_cast<double>(part.size(0));
+  const auto rows_per_rank =
+      static_cast<double>(config_.batch) / static_cast<double>(mesh_.shape.data_ranks());
+  return loss_of(part) / (rows_per_rank / rows);
 }
 
 torch::Tensor Trainer::loss_of(const torch::Tensor& rows) {
@@ -249,11 +259,17 @@ torch::Tensor Trainer::loss_of(const torch::Tensor& rows) {
                       : torch::nn::functional::cross_entropy(scores, targets);
 }
 
-std::vector<double> Trainer::average(const torch::Tensor& values) const {
-  const auto shared = values.to(torch::kDouble, /*non_blocking=*/false, /*copy=*/true);
+std::vector<double> Trainer::average(const torch::Tensor& values) {
+  const auto asked = asked_();
+  const auto signals = torch::tensor(
+      {asked == SIGINT ? 1.0 : 0.0, asked == SIGTERM ? 1.0 : 0.0},
+      torch::TensorOptions(device_).dtype(torch::kDouble));
+  const auto shared = torch::cat({values.to(torch::kDouble), signals});
   default_group().all_reduce(shared, ReduceOp::Avg);
   const auto host = shared.to(torch::kCPU);
-  return {host.data_ptr<double>(), host.data_ptr<double>() + host.numel()};
+  std::vector<double> result(host.data_ptr<double>(), host.data_ptr<double>() + host.numel());
+  stop_ = result[result.size() - 2] > 0 ? SIGINT : result.back() > 0 ? SIGTERM : stop_;
+  return result;
 }
 
 std::string Trainer::first_non_finite(bool gradients) const {

@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -35,17 +36,26 @@ int64_t shard_bytes(const Transformer& model);
 /// every rank makes the same calls in the same order.
 class Trainer {
  public:
+  /// Returns the signal that asks this rank to end, or 0.
+  using Asked = std::function<int()>;
+
   /// The weights depend only on the seed, not on the mesh. Keeps a reference to `corpus`.
-  Trainer(const TrainConfig& config, const Corpus& corpus);
+  Trainer(const TrainConfig& config, const Corpus& corpus, Asked asked = [] { return 0; });
 
   /// Makes one update. Throws NonFiniteError on every rank if the loss or a gradient is not finite,
   /// and leaves the weights unchanged. (In fp16 a gradient that is not finite only skips the
-  /// update.) `asked` is a signal that this rank got, or 0.
-  StepResult step(int64_t step, int asked = 0);
-  /// The mean loss on rows from all over the held-out text.
+  /// update.)
+  StepResult step(int64_t step);
+  /// The mean loss on rows from all over the held-out text. Meaningless if `stop` is set then.
   double validation_loss();
-  /// Returns, on rank 0, `prompt` followed by `count` bytes that the model generates.
+  /// Returns, on rank 0, `prompt` followed by `count` bytes that the model generates, or fewer if
+  /// `stop` is set then.
   std::string generate(const std::string& prompt, int64_t count);
+
+  /// The signal that asked any rank to end, or 0. The same on every rank.
+  int stop() const {
+    return stop_;
+  }
 
   /// The state of the model ("model.*"), the optimizer ("optim.*") and, in fp16, the scaler
   /// ("scaler.*"). Tensors that the trainer already has are in it themselves, not as copies.
@@ -67,20 +77,25 @@ class Trainer {
   }
 
  private:
-  /// This rank's part of `total` rows: the first row, and the number of rows.
-  std::pair<int64_t, int64_t> my_rows(int64_t total) const;
+  /// This rank's rows of a batch: the first one, and how many. Ranks may have different numbers.
+  std::pair<int64_t, int64_t> my_rows() const;
   torch::Tensor loss_of(const torch::Tensor& rows);
+  /// The mean loss of a part of this rank's rows, times its share: averaged over the ranks, the
+  /// losses of all parts add up to the mean over the whole batch.
+  torch::Tensor weighted_loss(const torch::Tensor& part);
   /// Runs forward and backward on all parts of the rows. Returns the mean of their losses.
   torch::Tensor accumulate(const torch::Tensor& rows);
   double clip_gradients();
-  /// The average of each value over all ranks.
-  std::vector<double> average(const torch::Tensor& values) const;
+  /// The average of each value over all ranks. The ranks also agree on `stop` by this.
+  std::vector<double> average(const torch::Tensor& values);
   /// The name of the first parameter, in the order of the model, that is not finite on some rank.
   /// With `gradients`, the first one whose gradient is not finite. Empty if there is none.
   std::string first_non_finite(bool gradients) const;
 
   const TrainConfig config_;
   const Corpus& corpus_;
+  const Asked asked_;
+  int stop_ = 0;
   const c10::Device device_;
   const TrainMesh mesh_;
   Transformer model_;

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <functional>
 #include <string>
+#include <vector>
 
 #include <fsdp/export.h>
 #include <fsdp/init_options.h>
@@ -27,6 +28,9 @@ FSDP_API int get_local_rank();
 
 /// The process group of all ranks. Throws if there is none.
 FSDP_API ProcessGroup default_group();
+
+/// Returns every rank's `mine`, by rank. Collective. With nccl, set the current device before.
+FSDP_API std::vector<std::string> gather_texts(const std::string& mine);
 
 struct RunRanksOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <map>
 #include <string>
 
 namespace fsdp {
@@ -20,6 +21,10 @@ struct InitOptions {
   int world_size = -1;
   /// How long a rank waits for the others, in init_process_group and in every collective.
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
+  /// Names and values that must be the same on every rank, for example the options of a program.
+  /// If they differ, every rank throws ConfigError with the names, the values and the ranks. They
+  /// are compared when the ranks meet through a store: with "gloo" and "nccl".
+  std::map<std::string, std::string> same = {};
 };
 
 } // namespace fsdp

@@ -14,17 +14,26 @@ namespace fsdp {
 /// so that init_process_group() would join its world.
 FSDP_API bool is_launched();
 
+/// How often the launcher has started this job again after a failure: `fsdp run --restarts`,
+/// torchrun --max-restarts, or a job that Slurm has requeued. 0 if it never has.
+FSDP_API int num_restarts();
+
 struct LaunchOptions {
-  /// Number of ranks on this node. It must be the same on every node.
+  /// Number of ranks on this node. It must be the same on every node. After a failure the job may
+  /// go on with fewer.
   int num_ranks = 1;
   int num_nodes = 1;
   int node_rank = 0;
   /// "host:port" of node 0. May be empty if there is a single node, which then listens on a free
   /// port of the loopback address.
   std::string master = {};
-  /// Called a few times a second while node 0 does not answer. If it returns true, the launch is
-  /// given up.
+  /// Called a few times a second while this node waits for others. If it returns true, the launch
+  /// is given up with CommError.
   std::function<bool()> stop = {};
+  /// How often the job may start again after a failure.
+  int max_restarts = 0;
+  /// A job that starts again needs this many ranks, of all nodes together. 0: as many as before.
+  int min_ranks = 0;
 };
 
 /// What the launchers of one job share; each machine runs one launcher. It is the store through
@@ -42,6 +51,12 @@ class FSDP_API LaunchJob {
 
   /// The environment variables for rank `local_rank` of this node, as torchrun sets them.
   std::map<std::string, std::string> environment(int local_rank) const;
+  /// Number of ranks on this node, of all nodes, and before those of this node.
+  int num_ranks() const;
+  int world_size() const;
+  int first_rank() const;
+  /// How often the job has started again.
+  int attempt() const;
 
   struct Failure {
     std::string what;
@@ -53,6 +68,14 @@ class FSDP_API LaunchJob {
   /// while the ranks run: it also tells node 0 that this node is alive.
   std::optional<Failure> failure_elsewhere();
 
+  /// Agrees with the other nodes to start the job again. Call it on every node after a failure,
+  /// when the ranks of this node have ended. `ranks_left` is the number of those that did not fail
+  /// themselves. The job goes on with what is left, or with LaunchOptions::min_ranks if that is
+  /// more. A node that does not call this within a few seconds is left out; if it comes back with a
+  /// new LaunchJob, the job starts again with it. Returns "" and sets the numbers above, which may
+  /// be 0 for this node, or returns why the job cannot go on. Throws CommError if node 0 is silent.
+  std::string restart(int ranks_left);
+
   /// Call it when the ranks of this node have ended. On node 0 it returns when all other nodes
   /// have called it, too, because their ranks use node 0's store. After a failure it waits a few
   /// seconds at most. It ends early if `stop` returns true. Throws CommError if the other nodes
@@ -60,6 +83,8 @@ class FSDP_API LaunchJob {
   void leave(bool failed, const std::function<bool()>& stop);
 
  private:
+  void rejoin();
+
   struct State;
   std::unique_ptr<State> state_;
 };

@@ -5,13 +5,13 @@
 #include <optional>
 
 #include <fsdp/checkpoint.h>
+#include <fsdp/distributed.h>
 
 #include "base/check.h"
 #include "base/text.h"
 #include "checkpoint/name_rules.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/writer.h"
-#include "process_group/exchange.h"
 
 namespace fsdp {
 
@@ -152,7 +152,7 @@ void fail_together(const char* consequence, F body) {
       error = "unknown";
     }
   }
-  const auto errors = detail::gather_texts(error);
+  const auto errors = gather_texts(error);
   for (size_t rank = 0; rank < errors.size(); ++rank) {
     FSDP_CHECK_AS(
         CheckpointError, errors[rank].empty(), consequence, "rank ", rank, ": ", errors[rank]);
@@ -168,7 +168,7 @@ void load(StateDict& state, const std::filesystem::path& path, const LoadOptions
   std::optional<Loading> loading;
   // No rank changes anything before all ranks have read and checked everything.
   fail_together("", [&] { loading.emplace(state, path, options); });
-  const auto ids = detail::gather_texts(loading->id());
+  const auto ids = gather_texts(loading->id());
   for (size_t rank = 0; rank < ids.size(); ++rank) {
     FSDP_CHECK_AS(
         CheckpointError, ids[rank] == ids[0], path.string(), ": rank ", rank,

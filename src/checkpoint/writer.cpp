@@ -7,6 +7,8 @@
 #include <limits>
 #include <map>
 
+#include <fsdp/distributed.h>
+
 #include "base/check.h"
 #include "base/text.h"
 #include "checkpoint/crc32c.h"

@@ -2,6 +2,7 @@
 
 #include <fsdp/launch.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <numeric>
 
@@ -199,4 +200,11 @@ std::string first_slurm_host(const std::string& node_list) {
 bool fsdp::is_launched() {
   const detail::GetEnv get = detail::process_env;
   return detail::find_launcher(detail::Reader(get)) != nullptr;
+}
+
+int fsdp::num_restarts() {
+  const detail::GetEnv get = detail::process_env;
+  const detail::Reader env(get);
+  return std::max(
+      env.number("TORCHELASTIC_RESTART_COUNT", 0), env.number("SLURM_RESTART_COUNT", 0));
 }

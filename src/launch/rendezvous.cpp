@@ -8,7 +8,11 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <map>
+#include <string_view>
 #include <thread>
+
+#include <nlohmann/json.hpp>
 
 #include "base/check.h"
 #include "base/text.h"
@@ -50,13 +54,15 @@ std::string machine_id() {
 /// An all-gather of strings through the store. Rank 0 collects the values, so that
 /// the ranks read O(ranks) keys and not O(ranks^2). Rank 0 calls `check`, which
 /// returns what is wrong with a rank's value, or "". At the first error the
-/// exchange ends on all ranks.
+/// exchange ends on all ranks: with ConfigError if the error begins with kConfig,
+/// else with CommError.
 class StoreAllGather {
  public:
   StoreAllGather(c10d::Store& store, int rank, int world_size, milliseconds timeout)
       : store_(store), rank_(rank), world_size_(world_size), deadline_(Clock::now() + timeout) {}
 
   using Check = std::function<std::string(int rank, const std::string& value)>;
+  static constexpr std::string_view kConfig = "config: ";
 
   std::vector<std::string> operator()(
       const std::string& topic, const std::string& value, const Check& check) {
@@ -73,12 +79,19 @@ class StoreAllGather {
     auto values = split(store_.get_to_str(result), '\n');
     if (values.front() == "error") {
       store_.add(topic + "/told", 1);
-      FSDP_THROW(CommError, values.back());
+      fail(values.back());
     }
     return values;
   }
 
  private:
+  [[noreturn]] static void fail(const std::string& error) {
+    if (error.starts_with(kConfig)) {
+      FSDP_THROW(ConfigError, error.substr(kConfig.size()));
+    }
+    FSDP_THROW(CommError, error);
+  }
+
   static std::string key(const std::string& topic, int rank) {
     return topic + "/" + std::to_string(rank);
   }
@@ -139,7 +152,7 @@ class StoreAllGather {
     while (store_.add(topic + "/told", 0) < num_arrived && Clock::now() < patience) {
       std::this_thread::sleep_for(milliseconds(10));
     }
-    FSDP_THROW(CommError, error);
+    fail(error);
   }
 
   c10d::Store& store_;
@@ -155,6 +168,32 @@ void claim_rank(c10d::Store& store, int rank, const std::string& init_method) {
       init_method.rfind("file://", 0) == 0
           ? ", or " + init_method + " is left over from an earlier run and must be removed"
           : "");
+}
+
+/// The names and values as one line.
+std::string to_line(const std::map<std::string, std::string>& values) {
+  return nlohmann::json(values).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+/// Says which values of a rank are not those of rank 0. Empty if all are the same.
+std::string differences(
+    const std::map<std::string, std::string>& mine, int rank, const std::string& line) {
+  std::vector<std::string> found;
+  const auto theirs = nlohmann::json::parse(line).get<std::map<std::string, std::string>>();
+  auto all = theirs;
+  all.insert(mine.begin(), mine.end());
+  const auto value = [](const auto& values, const std::string& name) {
+    const auto at = values.find(name);
+    return at == values.end() ? std::string("nothing") : at->second;
+  };
+  for (const auto& [name, _] : all) {
+    if (value(mine, name) != value(theirs, name)) {
+      found.push_back(c10::str(
+          name, " is ", value(mine, name), " on rank 0 and ", value(theirs, name), " on rank ",
+          rank));
+    }
+  }
+  return found.empty() ? "" : "the ranks were started differently: " + join(found, "; ");
 }
 
 /// Checks that all ranks have arrived and agree on world size and backend. Gives
@@ -188,6 +227,11 @@ void verify_world(
   FSDP_CHECK_AS(
       CommError, rank0 == agreed, "the ranks disagree: rank 0 has ", rank0, ", rank ",
       rendezvous.rank, " has ", agreed);
+
+  all_gather("same", to_line(options.same), [&](int rank, const std::string& line) {
+    const auto found = differences(options.same, rank, line);
+    return found.empty() ? "" : std::string(StoreAllGather::kConfig) + found;
+  });
 
   const bool one_machine = std::all_of(
       machines.begin(), machines.end(), [&](const auto& m) { return m == machines[0]; });
@@ -236,6 +280,8 @@ Rendezvous rendezvous(
   try {
     verify_world(rendezvous, options, backend, launch, master.host);
   } catch (const CommError&) {
+    throw;
+  } catch (const ConfigError&) {
     throw;
   } catch (...) {
     FSDP_THROW(

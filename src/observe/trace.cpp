@@ -1,3 +1,4 @@
+#include <fsdp/distributed.h>
 #include <fsdp/trace.h>
 
 #include <ATen/record_function.h>
@@ -319,16 +320,16 @@ bool write_file(const std::filesystem::path& path, const std::string& text) {
 
 void Trace::write(const std::filesystem::path& path) {
   stop();
-  const auto began = detail::gather_texts(std::to_string(recorder_->began()));
+  const auto began = gather_texts(std::to_string(recorder_->began()));
   int64_t first = recorder_->began();
   for (const auto& text : began) {
     first = std::min<int64_t>(first, std::stoll(text));
   }
   const auto rank = detail::current_world().rank;
-  const auto events = detail::gather_texts(
+  const auto events = gather_texts(
       detail::chrome_events(recorder_->events(), rank, recorder_->began() - first));
   const bool good = rank != 0 || write_file(path, detail::chrome_trace(events));
-  const auto outcomes = detail::gather_texts(good ? "good" : "failed");
+  const auto outcomes = gather_texts(good ? "good" : "failed");
   TORCH_CHECK(outcomes[0] == "good", "[Trace] rank 0 cannot write ", path.string());
 }
 

@@ -37,13 +37,17 @@ c10::intrusive_ptr<c10d::Store> world_store() {
   return store ? store->clone() : nullptr;
 }
 
+} // namespace fsdp::detail
+
+namespace fsdp {
+
 std::vector<std::string> gather_texts(const std::string& mine) {
-  const auto world = current_world();
+  const auto world = detail::current_world();
   if (world.size == 1) {
     return {mine};
   }
   const auto group = default_group();
-  const auto device = world_device();
+  const auto device = detail::world_device();
   // Returns the first `bytes` of every rank's message. A message is the length of
   // the text, then the text.
   const auto gather = [&](std::string message, size_t bytes) {
@@ -85,4 +89,4 @@ std::vector<std::string> gather_texts(const std::string& mine) {
   return all;
 }
 
-} // namespace fsdp::detail
+} // namespace fsdp

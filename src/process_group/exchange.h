@@ -4,8 +4,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <functional>
-#include <string>
-#include <vector>
 
 namespace fsdp::detail {
 
@@ -29,8 +27,5 @@ std::function<bool(int rank)> watch_ranks();
 /// values from any thread. (A thread that waits at a connection blocks the others that share it.)
 /// Null without a process group, and if the backend has no store.
 c10::intrusive_ptr<c10d::Store> world_store();
-
-/// Returns every rank's `mine`, by rank. Collective.
-std::vector<std::string> gather_texts(const std::string& mine);
 
 } // namespace fsdp::detail

@@ -1,4 +1,4 @@
-// Options of `fsdp train`: files of them, what is written down, how a run is ended.
+// Options of `fsdp train`: files of them, and what is written down.
 #include <fsdp/error.h>
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
@@ -325,84 +325,6 @@ TEST(Doctor, SaysWhatIsThere) {
   for (const auto* part : {"torch     ok ", "threads   ok ", "gloo      ok ", "text      ok "}) {
     EXPECT_TRUE(contains(ended.output, part));
   }
-}
-
-// ------------------------------------------------------------ Ends
-
-/// Starts a long run, waits until it has done a step, and sends it `signals`.
-Ended interrupted(
-    const std::string& words, const std::string& run_folder, const std::string& send) {
-  return run_script(
-      kTool + words + " & for i in {1..1500}; do [ -s " + run_folder +
-      "/metrics.jsonl ] && break; sleep 0.02; done; " + send + " wait $!");
-}
-
-TEST(TrainSignals, FinishesTheStepSavesAndGoesOnLater) {
-  const auto data = text_file();
-  for (const auto& [name, code] : {std::pair("INT", 130), std::pair("TERM", 143)}) {
-    SCOPED_TRACE(name);
-    const auto run_folder = temporary_folder() + "/run";
-    const auto words = joined(
-        tiny_options(data, {"--run", run_folder, "--steps", "100000", "--schedule", "constant"}));
-    // bash lets its background jobs ignore SIGINT; the tool handles it all the same.
-    const auto ended = interrupted(words, run_folder, std::string("kill -") + name + " $!;");
-    EXPECT_EQ(ended.exit_code, code) << ended.output;
-    EXPECT_TRUE(contains(ended.output, std::string("stopped   by SIG") + name + " after step "));
-    EXPECT_TRUE(
-        contains(ended.output, "; to resume: " + kPrintedTool + " train --resume " + run_folder));
-    const auto done = metrics_of(run_folder).size();
-    const auto rest =
-        run({"train", "--resume", run_folder, "--steps", std::to_string(done + 2), "--quiet"});
-    EXPECT_EQ(rest.exit_code, 0) << rest.output;
-    EXPECT_EQ(metrics_of(run_folder).size(), done + 2);
-  }
-}
-
-TEST(TrainSignals, UnderALauncherTheRanksSaveToo) {
-  const auto run_folder = temporary_folder() + "/run";
-  const auto words = joined(tiny_options(
-      text_file(), {"--run", run_folder, "--steps", "100000", "--schedule", "constant"}));
-  const auto ended = interrupted(" run -n 2 -- " + kTool + words, run_folder, "kill -INT $!;");
-  EXPECT_EQ(ended.exit_code, 130) << ended.output;
-  EXPECT_EQ(count(ended.output, "stopped   by SIGINT after step "), 1) << ended.output;
-  const auto done = metrics_of(run_folder).size();
-  const auto rest =
-      run({"train", "--resume", run_folder, "--steps", std::to_string(done + 1), "--quiet"});
-  EXPECT_EQ(rest.exit_code, 0) << rest.output;
-}
-
-TEST(TrainSignals, ASecondOneQuitsAtOnce) {
-  const auto run_folder = temporary_folder() + "/run";
-  const auto words = joined(tiny_options(
-      text_file(), {"--run", run_folder, "--steps", "100000", "--model", "small", "--batch", "64",
-                    "--context", "128", "--dim", "256"})); // so that a step takes a while
-  const auto ended = interrupted(words, run_folder, "kill -TERM $!; sleep 0.02; kill -INT $!;");
-  EXPECT_EQ(ended.exit_code, 130) << ended.output;
-  EXPECT_EQ(count(ended.output, "stopped"), 0) << ended.output;
-}
-
-TEST(TrainSignals, NanStopsEveryRankWithANameAndACodeOfItsOwn) {
-  for (const auto& launcher : {std::string(), " run -n 2 -- " + kTool}) {
-    const auto ended =
-        run_script(kTool + launcher + joined(tiny(text_file(), {"--lr", "1e30", "--clip", "0"})));
-    EXPECT_EQ(ended.exit_code, 5) << ended.output;
-    EXPECT_TRUE(
-        contains(ended.output, "gradient that is not finite is that of embed_tokens.weight"));
-    EXPECT_EQ(count(ended.output, "[rank 1] fsdp"), 0) << ended.output; // one says it for all
-    EXPECT_EQ(count(ended.output, "result "), 0) << ended.output;
-  }
-}
-
-TEST(TrainSignals, AFullDiskIsSaidClearly) {
-  if (run_script("test -w /dev/full").exit_code != 0) {
-    GTEST_SKIP() << "no /dev/full here";
-  }
-  const auto run_folder = temporary_folder() + "/run";
-  run_script("mkdir " + run_folder + "; ln -s /dev/full " + run_folder + "/config.json.new");
-  const auto ended =
-      run(tiny_options(text_file(), {"--run", run_folder, "--steps", "2", "--quiet"}));
-  EXPECT_EQ(ended.exit_code, 4) << ended.output;
-  EXPECT_TRUE(contains(ended.output, run_folder + "/config.json cannot be written: No space left"));
 }
 
 } // namespace

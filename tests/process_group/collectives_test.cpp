@@ -199,7 +199,7 @@ TEST(Collectives, TextsOfAnyLength) {
       for (const int longest : {0, 2}) {
         SCOPED_TRACE_OF(most, longest);
         const auto length = [&](int r) { return r == longest ? most : most / 2; };
-        const auto texts = detail::gather_texts(text_of(rank, length(rank)));
+        const auto texts = gather_texts(text_of(rank, length(rank)));
         ASSERT_EQ(texts.size(), 3);
         for (int r = 0; r < 3; ++r) {
           EXPECT_EQ(texts[static_cast<size_t>(r)], text_of(r, length(r)));
@@ -207,7 +207,7 @@ TEST(Collectives, TextsOfAnyLength) {
       }
     }
     const std::string zeros("a\0b\0", 4);
-    EXPECT_EQ(detail::gather_texts(zeros), std::vector<std::string>(3, zeros));
+    EXPECT_EQ(gather_texts(zeros), std::vector<std::string>(3, zeros));
   });
 }
 

@@ -1,0 +1,367 @@
+#!/usr/bin/env python3
+"""`./fsdp chaos`: faults at random moments of real training jobs.
+
+Each round starts `fsdp train` over several processes, does one kind of harm to it, lets it go on,
+and compares the end with that of an undisturbed run: every loss must be the same. The seed decides
+the order of the faults and the moments. docs/reliability.md says what is promised for each fault.
+"""
+import argparse
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+OPTIONS = ('--dim 32 --layers 2 --lr 1e-2 --batch 8 --context 32 --device cpu --schedule constant '
+           '--save-every 20 --keep 3').split()
+PATIENCE = 240  # seconds that any part of a round may take
+IN_TIME = 15  # seconds from a signal to the end: 5 are promised, but this machine may be busy
+
+
+class Broken(Exception):
+    """A promise was not kept."""
+
+
+def expect(good, what):
+    if not good:
+        raise Broken(what)
+
+
+def children_of(pid):
+    listed = subprocess.run(['pgrep', '-P', str(pid)], capture_output=True, text=True)
+    return [int(word) for word in listed.stdout.split()]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(('', 0))
+        return probe.getsockname()[1]
+
+
+def own_address():
+    """An address of this machine that is not the loopback: launchers of several machines want one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(('10.255.255.255', 1))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def metrics(run, key='loss'):
+    path = run / 'metrics.jsonl'
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            pass  # the run was killed while it wrote this
+    return [line for line in found if key in line]
+
+
+class Job:
+    """A training job over `nodes` launchers with `ranks` processes each, in its own folder."""
+
+    def __init__(self, tool, folder, steps, ranks=2, nodes=1, more=()):
+        self.run, self.log = folder / 'run', folder / 'log'
+        self.tool, self.ranks, self.nodes = tool, ranks, nodes
+        self.train = [tool, 'train', '--data', str(folder.parent / 'text'), *OPTIONS, '--steps',
+                      str(steps), '--run', str(self.run), '--go-on', *more]
+        self.launchers = []
+
+    def start_node(self, node):
+        words = [self.tool, 'run', '-n', str(self.ranks), '--restarts', '1000']
+        if self.nodes > 1:
+            words += ['--nnodes', str(self.nodes), '--node-rank', str(node), '--min-ranks',
+                      str(self.ranks), '--master', f'{own_address()}:{self.port}']
+        with open(self.log, 'a') as log:
+            return subprocess.Popen([*words, '--', *self.train], stdout=log,
+                                    stderr=subprocess.STDOUT, start_new_session=True)
+
+    def start(self):
+        self.port = free_port()
+        self.launchers = [self.start_node(node) for node in range(self.nodes)]
+        return self
+
+    def is_running(self):
+        return any(launcher.poll() is None for launcher in self.launchers)
+
+    def rank_pids(self):
+        return [pid for launcher in self.launchers for pid in children_of(launcher.pid)]
+
+    def num_steps(self):
+        return len(metrics(self.run))
+
+    def wait_for_step(self, step):
+        end = time.monotonic() + PATIENCE
+        while self.num_steps() < step and self.is_running():
+            expect(time.monotonic() < end, f'step {step} does not come')
+            time.sleep(0.02)
+
+    def wait(self):
+        codes = []
+        for launcher in self.launchers:
+            try:
+                codes.append(launcher.wait(PATIENCE))
+            except subprocess.TimeoutExpired:
+                raise Broken('the job does not end') from None
+        return codes
+
+    def signal(self, number):
+        for launcher in self.launchers:
+            launcher.send_signal(number)
+
+    def end_in_time(self, number):
+        """Sends a signal to the launchers and expects that everything ends soon."""
+        ranks = self.rank_pids()
+        self.signal(number)
+        sent = time.monotonic()
+        self.wait()
+        expect(time.monotonic() - sent < IN_TIME, f'alive {IN_TIME} s after a signal')
+        expect(not any(os.path.exists(f'/proc/{pid}') for pid in ranks), 'ranks are left behind')
+
+    def finish(self):
+        """Starts the job again, as a scheduler would, until it is done."""
+        for _ in range(3):
+            if not self.is_running():
+                self.start()
+            if set(self.wait()) == {0}:
+                return
+        raise Broken('the job does not get to its end')
+
+    def kill_all(self):
+        for launcher in self.launchers:
+            for pid in children_of(launcher.pid):
+                kill(pid)
+            if launcher.poll() is None:
+                launcher.kill()
+            launcher.wait()
+
+
+def kill(pid, number=signal.SIGKILL):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+# ------------------------------------------------------------ Faults: each does its harm to a job
+
+
+def rank_dies(job, draw):
+    for _ in range(draw.randint(1, 3)):
+        job.wait_for_step(job.num_steps() + draw.randint(1, 15))
+        time.sleep(draw.random() / 2)
+        pids = job.rank_pids()
+        if pids:
+            kill(draw.choice(pids))
+
+
+def rank_is_slow(job, draw):
+    for _ in range(3):
+        pids = job.rank_pids()
+        if pids:
+            pid = draw.choice(pids)
+            kill(pid, signal.SIGSTOP)
+            time.sleep(draw.uniform(0.1, 2))
+            kill(pid, signal.SIGCONT)
+
+
+def rank_hangs(job, draw):
+    pids = job.rank_pids()
+    if pids:
+        kill(draw.choice(pids), signal.SIGSTOP)
+    time.sleep(draw.random())
+    job.end_in_time(signal.SIGTERM)
+
+
+def launcher_dies(job, draw):
+    ranks = job.rank_pids()
+    job.launchers[0].kill()
+    job.launchers[0].wait()
+    end = time.monotonic() + IN_TIME
+    while any(os.path.exists(f'/proc/{pid}') for pid in ranks):
+        expect(time.monotonic() < end, 'ranks outlive their launcher')
+        time.sleep(0.05)
+
+
+def person_interrupts(job, draw):
+    job.end_in_time(draw.choice([signal.SIGINT, signal.SIGTERM]))
+
+
+def save_is_interrupted(job, draw):
+    end = time.monotonic() + PATIENCE
+    while not list((job.run / 'checkpoints').glob('*.fsdp-saving')) and job.is_running():
+        expect(time.monotonic() < end, 'nothing is saved')
+    for pid in job.rank_pids():
+        kill(pid)
+
+
+def checkpoint_is_damaged(job, draw):
+    job.end_in_time(signal.SIGTERM)
+    saved = sorted((job.run / 'checkpoints').glob('step_????????'))
+    if len(saved) < 2:
+        return
+    path = draw.choice(list(saved[-1].glob('rank_*.safetensors')))
+    data = bytearray(path.read_bytes())
+    data[-draw.randint(1, len(data) // 2)] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
+    job.start()
+    expect(job.wait() == [0], 'a damaged checkpoint ends the job')
+    expect('the run goes on from' in job.log.read_text(), 'nobody speaks of the damage')
+
+
+def folder_is_in_use(job, draw):
+    second = subprocess.run([*job.train, '--ranks', '1'], capture_output=True, text=True)
+    if job.is_running():
+        expect(second.returncode == 4 and 'another run writes to' in second.stderr,
+               f'a second run was not refused: {second.returncode} {second.stderr}')
+
+
+def strangers_connect(job, draw):
+    ports = subprocess.run(['ss', '-tlnH'], capture_output=True, text=True).stdout.split()
+    for address in [word for word in ports if word.startswith('127.0.0.1:')][:20]:
+        with socket.socket() as stranger:
+            stranger.settimeout(0.2)
+            try:
+                stranger.connect(('127.0.0.1', int(address.rsplit(':', 1)[1])))
+                stranger.send(draw.randbytes(draw.randint(1, 400)))
+            except OSError:
+                pass
+
+
+def node_is_lost(job, draw):
+    kill(job.launchers[1].pid)
+    job.launchers[1].wait()
+    time.sleep(draw.uniform(0, 9))
+    if job.launchers[0].poll() is None:
+        job.launchers[1] = job.start_node(1)
+
+
+FAULTS = [rank_dies, rank_is_slow, rank_hangs, launcher_dies, person_interrupts,
+          save_is_interrupted, checkpoint_is_damaged, folder_is_in_use, strangers_connect,
+          node_is_lost]
+
+# ------------------------------------------------------------ Rounds
+
+
+def compare(job, reference):
+    losses = {line['step']: line['loss'] for line in metrics(job.run)}
+    expect(len(losses) == len(reference), f'{len(losses)} steps instead of {len(reference)}')
+    worst = max(abs(losses[line['step']] - line['loss']) for line in reference)
+    expect(worst <= 5e-4, f'a loss differs by {worst}')
+    resumed = [line['step'] for line in metrics(job.run, 'lost_steps')]
+    expect(resumed == sorted(resumed), f'the run went back further than before: {resumed}')
+    return worst
+
+
+def make_reference(tool, folder, steps):
+    (folder / 'text').write_text(
+        ''.join(f'for (int i = 0; i < {i}; ++i) total += row[i];\n' for i in range(2000)))
+    (folder / 'reference').mkdir()
+    job = Job(tool, folder / 'reference', steps)
+    subprocess.run([*job.train, '--ranks', '2', '--quiet'], check=True, stdout=subprocess.DEVNULL)
+    return metrics(job.run)
+
+
+def one_round(number, fault, args, folder, reference):
+    draw = random.Random(f'{args.seed} {number}')
+    own = folder / f'round-{number}'
+    own.mkdir()
+    job = Job(args.tool, own, args.steps, nodes=2 if fault is node_is_lost else 1).start()
+    start = time.monotonic()
+    try:
+        job.wait_for_step(draw.randint(1, args.steps * 2 // 3))
+        time.sleep(draw.random() / 10)
+        fault(job, draw)
+        job.finish()
+        worst = compare(job, reference)
+    finally:
+        job.kill_all()
+    print(f'{number:5}  {fault.__name__:22} largest difference {worst:.1e}, '
+          f'{time.monotonic() - start:.1f} s', flush=True)
+    shutil.rmtree(own)
+
+
+def kill_loop(args, folder):
+    """One long run, in which ranks, launchers and nodes are killed all the time."""
+    draw = random.Random(args.seed)
+    reference = make_reference(args.tool, folder, args.steps)
+    (folder / 'long').mkdir()
+    job = Job(args.tool, folder / 'long', args.steps, nodes=2).start()
+    kills = {'rank': 0, 'launcher of node 0': 0, 'node 1': 0}
+    while sum(kills.values()) < args.kills:
+        time.sleep(draw.uniform(0.3, 6))
+        if set(code for code in (one.poll() for one in job.launchers)) == {0}:
+            break  # done before its last kill
+        for node, launcher in enumerate(job.launchers):
+            if launcher.poll() is not None and job.launchers[0].poll() is None:
+                job.launchers[node] = job.start_node(node)
+        if job.launchers[0].poll() is not None:
+            job.kill_all()
+            job.start()
+            continue
+        victim = draw.choices(list(kills), [8, 1, 1])[0]
+        pids = job.rank_pids()
+        if victim == 'rank' and pids:
+            kill(draw.choice(pids))
+        elif victim != 'rank':
+            kill(job.launchers[0 if victim.startswith('launcher') else 1].pid)
+        else:
+            continue
+        kills[victim] += 1
+        print(f'{sum(kills.values()):5}  {victim:20} after step {job.num_steps()}', flush=True)
+    if not job.is_running() or job.launchers[1].poll() is not None:
+        job.kill_all()
+    job.finish()
+    worst = compare(job, reference)
+    lost = metrics(job.run, 'lost_steps')
+    print(f'{sum(kills.values())} kills ({kills}): {args.steps} steps, '
+          f'{sum(line["lost_steps"] for line in lost)} made again, largest difference of a loss '
+          f'{worst:.1e}')
+
+
+def main():
+    parser = argparse.ArgumentParser(prog='fsdp chaos', description=__doc__)
+    parser.add_argument('--tool', help=argparse.SUPPRESS, required=True)
+    parser.add_argument('--minutes', type=float, default=5, help='how long to go on [5]')
+    parser.add_argument('--seed', type=int, default=1, help='[1]')
+    parser.add_argument('--steps', type=int, default=150, help='steps of each run [150]')
+    parser.add_argument('--kills', type=int, help='instead: kill parts of one long run this often')
+    parser.add_argument('--faults', help='only those whose name contains this')
+    args = parser.parse_args()
+    for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
+        os.environ.pop(name, None)
+    folder = pathlib.Path(tempfile.mkdtemp(prefix='fsdp-chaos-'))
+    try:
+        if args.kills:
+            kill_loop(args, folder)
+        else:
+            reference = make_reference(args.tool, folder, args.steps)
+            faults = [fault for fault in FAULTS if (args.faults or '') in fault.__name__]
+            tries = dict.fromkeys((fault.__name__ for fault in faults), 0)
+            end = time.monotonic() + 60 * args.minutes
+            number = 0
+            while time.monotonic() < end:
+                if number % len(faults) == 0:
+                    random.Random(f'{args.seed} {number} order').shuffle(faults)
+                fault = faults[number % len(faults)]
+                number += 1
+                one_round(number, fault, args, folder, reference)
+                tries[fault.__name__] += 1
+            print('\n| fault | survived |\n|---|---|')
+            for name, count in sorted(tries.items()):
+                print(f'| {name.replace("_", " ")} | {count} of {count} |')
+    except Broken as broken:
+        print(f'\nfsdp chaos: {broken}; seed {args.seed}; see {folder}', file=sys.stderr)
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
