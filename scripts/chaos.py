@@ -2,8 +2,9 @@
 """`./fsdp chaos`: faults at random moments of real training jobs.
 
 Each round starts `fsdp train` over several processes, does one kind of harm to it, lets it go on,
-and compares the end with that of an undisturbed run: every loss must be the same. The seed decides
-the order of the faults and the moments. docs/reliability.md says what is promised for each fault.
+and compares it with an undisturbed run: every loss must be the same to the last bit, or within
+rounding if the number of ranks changed on the way. The seed decides the order of the faults and the
+moments. docs/reliability.md says what is promised for each fault.
 """
 import argparse
 import json
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 
-OPTIONS = ('--dim 32 --layers 2 --lr 1e-2 --batch 8 --context 32 --device cpu --schedule constant '
+OPTIONS = ('--dim 32 --layers 2 --lr 1e-3 --batch 8 --context 32 --device cpu --schedule constant '
            '--save-every 20 --keep 3').split()
 PATIENCE = 240  # seconds that any part of a round may take
 IN_TIME = 15  # seconds from a signal to the end: 5 are promised, but this machine may be busy
@@ -253,7 +254,7 @@ def compare(job, reference):
     losses = {line['step']: line['loss'] for line in metrics(job.run)}
     expect(len(losses) == len(reference), f'{len(losses)} steps instead of {len(reference)}')
     worst = max(abs(losses[line['step']] - line['loss']) for line in reference)
-    expect(worst <= 5e-4, f'a loss differs by {worst}')
+    expect(worst <= (0 if job.nodes == 1 else 2e-3), f'a loss differs by {worst}')
     resumed = [line['step'] for line in metrics(job.run, 'lost_steps')]
     expect(resumed == sorted(resumed), f'the run went back further than before: {resumed}')
     return worst
