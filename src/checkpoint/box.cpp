@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
-#include <set>
+#include <random>
 
 #include "tensor/shard_layout.h"
 
@@ -24,22 +24,34 @@ int64_t index_in(const Block& block, const std::vector<int64_t>& element) {
   return index;
 }
 
-/// Returns the dim along which the boxes have the most different offsets. If boxes are sorted by
-/// this dim, few neighbours have to be compared.
-size_t most_divided_dim(const std::vector<Box>& boxes, size_t num_dims) {
-  size_t best = 0;
-  size_t most = 0;
-  for (size_t dim = 0; dim < num_dims; ++dim) {
-    std::set<int64_t> starts;
-    for (const auto& box : boxes) {
-      starts.insert(box.offsets[dim]);
-    }
-    if (starts.size() > most) {
-      most = starts.size();
-      best = dim;
-    }
+__extension__ using Wide = unsigned __int128;
+constexpr uint64_t kPrime = (uint64_t{1} << 61) - 1;
+
+/// Returns a random number for an index along a dim, always the same in this process.
+uint64_t mark(size_t dim, int64_t index) {
+  static const uint64_t secret = [] {
+    std::random_device random;
+    return uint64_t{random()} << 32 | random();
+  }();
+  // The mixing function of SplitMix64, twice.
+  uint64_t number = secret + dim;
+  for (const auto more : {uint64_t{0}, static_cast<uint64_t>(index)}) {
+    number = (number ^ more) + 0x9e3779b97f4a7c15;
+    number = (number ^ (number >> 30)) * 0xbf58476d1ce4e5b9;
+    number = (number ^ (number >> 27)) * 0x94d049bb133111eb;
+    number ^= number >> 31;
   }
-  return best;
+  return number % kPrime;
+}
+
+/// The volume of a box, see Note [Tiles].
+uint64_t random_volume(const std::vector<int64_t>& offsets, const std::vector<int64_t>& sizes) {
+  Wide volume = 1;
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    const auto length = mark(dim, offsets[dim] + sizes[dim]) + kPrime - mark(dim, offsets[dim]);
+    volume = volume * (length % kPrime) % kPrime;
+  }
+  return static_cast<uint64_t>(volume);
 }
 
 } // namespace
@@ -53,23 +65,25 @@ Box Box::whole(const std::vector<int64_t>& sizes) {
 }
 
 std::optional<Box> intersection(const Box& first, const Box& second) {
-  Box result = first;
-  for (size_t dim = 0; dim < first.sizes.size(); ++dim) {
-    const auto begin = std::max(first.offsets[dim], second.offsets[dim]);
-    const auto end =
-        std::min(first.offsets[dim] + first.sizes[dim], second.offsets[dim] + second.sizes[dim]);
-    if (begin >= end) {
+  const auto begin = [&](size_t dim) { return std::max(first.offsets[dim], second.offsets[dim]); };
+  const auto end = [&](size_t dim) {
+    return std::min(first.offsets[dim] + first.sizes[dim], second.offsets[dim] + second.sizes[dim]);
+  };
+  for (size_t dim = 0; dim < first.sizes.size(); ++dim) { // most boxes share nothing: no copies yet
+    if (begin(dim) >= end(dim)) {
       return std::nullopt;
     }
-    result.offsets[dim] = begin;
-    result.sizes[dim] = end - begin;
+  }
+  Box result = first;
+  for (size_t dim = 0; dim < first.sizes.size(); ++dim) {
+    result.offsets[dim] = begin(dim);
+    result.sizes[dim] = end(dim) - begin(dim);
   }
   return result;
 }
 
 bool tile(const std::vector<Box>& boxes, const std::vector<int64_t>& sizes) {
-  std::vector<Box> sorted;
-  int64_t covered = 0;
+  uint64_t covered = 0;
   for (const auto& box : boxes) {
     if (box.offsets.size() != sizes.size() || box.sizes.size() != sizes.size()) {
       return false;
@@ -81,34 +95,9 @@ bool tile(const std::vector<Box>& boxes, const std::vector<int64_t>& sizes) {
         return false;
       }
     }
-    const auto numel = box.numel();
-    if (numel > product(sizes) - covered) {
-      return false;
-    }
-    covered += numel;
-    if (numel > 0) {
-      sorted.push_back(box);
-    }
+    covered = (covered + random_volume(box.offsets, box.sizes)) % kPrime;
   }
-  if (covered != product(sizes)) {
-    return false;
-  }
-  if (sizes.empty() || sorted.size() < 2) {
-    return true;
-  }
-  const auto dim = most_divided_dim(sorted, sizes.size());
-  std::sort(sorted.begin(), sorted.end(), [&](const Box& a, const Box& b) {
-    return a.offsets[dim] < b.offsets[dim];
-  });
-  for (size_t i = 0; i < sorted.size(); ++i) {
-    const auto end = sorted[i].offsets[dim] + sorted[i].sizes[dim];
-    for (size_t j = i + 1; j < sorted.size() && sorted[j].offsets[dim] < end; ++j) {
-      if (intersection(sorted[i], sorted[j])) {
-        return false;
-      }
-    }
-  }
-  return true;
+  return covered == random_volume(std::vector<int64_t>(sizes.size(), 0), sizes);
 }
 
 std::vector<LocalBox> local_boxes(

@@ -26,6 +26,17 @@ struct Box {
 /// scalar always share its one element.
 std::optional<Box> intersection(const Box& first, const Box& second);
 
+// Note [Tiles]
+//
+// A file may hold so many boxes that they cannot be compared in pairs. So `tile` adds up volumes.
+// That alone would not find a box that is there twice while another one is missing. So the volumes
+// are not the usual ones: each index along each dim gets a random number, the length from index a
+// to index b is the difference of their numbers, and a volume is the product of lengths, modulo a
+// prime. These volumes add up, too: if boxes make the whole, their volumes do. If some elements are
+// in no box or in several, the difference is a polynomial of the random numbers that is not zero
+// everywhere. Its degree is the number of dims, so it is zero by accident once in 2^55 cases.
+// Nobody can prepare such a case, because the numbers differ from process to process.
+
 /// Returns true if the boxes lie in a tensor of `sizes`, and each of its elements lies in exactly
 /// one box.
 bool tile(const std::vector<Box>& boxes, const std::vector<int64_t>& sizes);

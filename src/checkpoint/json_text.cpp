@@ -1,7 +1,7 @@
 #include "checkpoint/json_text.h"
 
 #include <limits>
-#include <set>
+#include <utility>
 
 #include "base/check.h"
 
@@ -9,32 +9,130 @@ namespace fsdp::detail {
 
 using nlohmann::json;
 
+namespace {
+
+/// Builds a value from the parser's events. The library's own builder would do, but if it has to
+/// call us back, it looks at all members of an object after each of them: a file with a hundred
+/// thousand tensors would take minutes.
+class JsonBuilder : public nlohmann::json_sax<json> {
+ public:
+  JsonBuilder(const std::string& file, size_t depth, const TakeJson& take)
+      : file_(file), depth_(depth), take_(take) {}
+
+  json take() {
+    return std::move(root_);
+  }
+
+  bool null() override {
+    return add(nullptr);
+  }
+  bool boolean(bool value) override {
+    return add(value);
+  }
+  bool number_integer(int64_t value) override {
+    return add(value);
+  }
+  bool number_unsigned(uint64_t value) override {
+    return add(value);
+  }
+  bool number_float(double value, const std::string&) override {
+    return add(value);
+  }
+  bool string(std::string& value) override {
+    return add(std::move(value));
+  }
+  bool binary(json::binary_t&) override {
+    return false; // not in text
+  }
+  bool start_object(size_t) override {
+    return open(json::object());
+  }
+  bool start_array(size_t) override {
+    return open(json::array());
+  }
+  bool end_object() override {
+    return close();
+  }
+  bool end_array() override {
+    return close();
+  }
+  bool key(std::string& name) override {
+    auto& members = open_.back()->get_ref<json::object_t&>();
+    const auto before = members.size();
+    const auto place = members.emplace_hint(members.end(), name, nullptr); // most files are sorted
+    FSDP_CHECK_AS(
+        CheckpointError, members.size() > before, file_, ": the key '", name, "' is there twice");
+    next_ = &place->second;
+    if (open_.size() == 1) {
+      key_ = name;
+    }
+    return true;
+  }
+  bool parse_error(size_t, const std::string&, const json::exception& error) override {
+    FSDP_THROW(CheckpointError, file_, ": its JSON is broken: ", error.what());
+  }
+
+ private:
+  void put(json value) {
+    if (!open_.empty() && open_.back()->is_array()) {
+      next_ = &open_.back()->emplace_back();
+    }
+    *next_ = std::move(value);
+  }
+  /// Called when `value`, the last one of its parent, is complete.
+  bool ended(json& value) {
+    if (take_ && open_.size() == depth_) {
+      take_(key_, value);
+      if (auto& parent = *open_.back(); parent.is_array()) {
+        parent.get_ref<json::array_t&>().pop_back();
+      } else {
+        value = nullptr; // the key stays, to find it if it comes again
+      }
+    }
+    return true;
+  }
+  bool add(json value) {
+    put(std::move(value));
+    return ended(*next_);
+  }
+  bool open(json value) {
+    constexpr size_t kMaxDepth = 32;
+    FSDP_CHECK_AS(
+        CheckpointError, open_.size() < kMaxDepth, file_, ": its JSON is nested too deep");
+    put(std::move(value));
+    open_.push_back(next_);
+    return true;
+  }
+  bool close() {
+    auto& value = *open_.back();
+    open_.pop_back();
+    return ended(value);
+  }
+
+  const std::string& file_;
+  const size_t depth_;
+  const TakeJson& take_;
+  std::string key_; // of the outermost object
+  json root_;
+  json* next_ = &root_;     // where the next value goes, unless it goes into a list
+  std::vector<json*> open_; // the objects and lists that have begun and not ended
+};
+
+} // namespace
+
 json parse_json(std::string_view text, const std::string& file) {
-  constexpr int kMaxDepth = 32;
+  return parse_json(text, file, 0, {});
+}
+
+json parse_json(
+    std::string_view text, const std::string& file, size_t depth, const TakeJson& take) {
   // The parser takes a zero byte for the end of the text, and would ignore what follows.
   FSDP_CHECK_AS(
       CheckpointError, text.find('\0') == std::string_view::npos, file,
       ": its JSON is broken: there is a zero byte in it");
-  std::vector<std::set<std::string>> keys; // of each object that is being parsed
-  const auto check = [&](int depth, json::parse_event_t event, json& parsed) {
-    FSDP_CHECK_AS(CheckpointError, depth <= kMaxDepth, file, ": its JSON is nested too deep");
-    if (event == json::parse_event_t::object_start) {
-      keys.emplace_back();
-    } else if (event == json::parse_event_t::object_end) {
-      keys.pop_back();
-    } else if (event == json::parse_event_t::key) {
-      const auto& key = parsed.get_ref<const std::string&>();
-      FSDP_CHECK_AS(
-          CheckpointError, keys.back().insert(key).second, file, ": the key '", key,
-          "' is there twice");
-    }
-    return true;
-  };
-  try {
-    return json::parse(text, check);
-  } catch (const json::exception& error) {
-    FSDP_THROW(CheckpointError, file, ": its JSON is broken: ", error.what());
-  }
+  JsonBuilder builder(file, depth, take);
+  json::sax_parse(text, &builder);
+  return builder.take();
 }
 
 std::string json_text(const json& value, const std::string& file) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -14,6 +15,12 @@ namespace fsdp::detail {
 
 /// Refuses duplicate keys, which the parser would merge, and deep nesting.
 nlohmann::json parse_json(std::string_view text, const std::string& file);
+/// The same for text with very many values of one kind: those at `depth`. 1 are the members of the
+/// outermost object, 2 the members of these, and so on. Each of them is given to `take` and then
+/// dropped, which takes less time and memory. `key` is that of the outermost object.
+using TakeJson = std::function<void(const std::string& key, const nlohmann::json& value)>;
+nlohmann::json parse_json(
+    std::string_view text, const std::string& file, size_t depth, const TakeJson& take);
 /// Refuses text that is not UTF-8.
 std::string json_text(const nlohmann::json& value, const std::string& file);
 

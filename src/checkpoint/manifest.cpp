@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <exception>
 #include <limits>
 
 #include "base/check.h"
@@ -86,7 +87,7 @@ StoredPiece parse_piece(const json& value, const StoredTensor& tensor, const std
 StoredTensor parse_tensor(const json& value, const std::string& file) {
   StoredTensor tensor;
   tensor.name = json_string(json_field(value, "name", file), "name", file);
-  const auto where = c10::str(file, ", tensor '", tensor.name, "'");
+  const auto where = file + ", tensor '" + tensor.name + "'";
   tensor.dtype = dtype_of(json_string(json_field(value, "dtype", where), "dtype", where), where);
   tensor.sizes = json_sizes(json_field(value, "shape", where), "shape", where);
   FSDP_CHECK_AS(
@@ -154,7 +155,24 @@ Catalog read_manifest(const Path& path) {
 }
 
 Catalog parse_manifest(std::string_view text, const std::string& file) {
-  const auto parsed = parse_json(text, file);
+  Catalog catalog;
+  std::exception_ptr wrong; // thrown later: if the version is wrong, too, then that is the reason
+  const auto take = [&](const std::string& key, const json& item) {
+    try {
+      if (key == "tensors" && !wrong) {
+        catalog.tensors.push_back(parse_tensor(item, file));
+      } else if (key == "values" && !wrong) {
+        FSDP_CHECK_AS(
+            CheckpointError, item.is_array() && item.size() == 2, file,
+            ": a value is not a name and a value");
+        const auto name = json_string(item[0], "name", file);
+        catalog.values.emplace_back(name, parse_value(item[1], file + ", value '" + name + "'"));
+      }
+    } catch (const CheckpointError&) {
+      wrong = std::current_exception();
+    }
+  };
+  const auto parsed = parse_json(text, file, /*depth=*/2, take);
   FSDP_CHECK_AS(
       CheckpointError, json_string(json_field(parsed, "format", file), "format", file) == kFormat,
       file, ": is not the manifest of a checkpoint");
@@ -166,22 +184,15 @@ Catalog parse_manifest(std::string_view text, const std::string& file) {
       CheckpointError,
       json_size(json_field(parsed, "block_bytes", file), "block_bytes", file) == kBlockBytes, file,
       ": unknown size of checksummed blocks");
-  Catalog catalog;
   catalog.id = json_string(json_field(parsed, "id", file), "id", file);
   catalog.time = json_size(json_field(parsed, "time", file), "time", file);
-  const auto& tensors = json_field(parsed, "tensors", file);
-  FSDP_CHECK_AS(CheckpointError, tensors.is_array(), file, ": 'tensors' is not a list");
-  for (const auto& tensor : tensors) {
-    catalog.tensors.push_back(parse_tensor(tensor, file));
-  }
-  const auto& values = json_field(parsed, "values", file);
-  FSDP_CHECK_AS(CheckpointError, values.is_array(), file, ": 'values' is not a list");
-  for (const auto& item : values) {
+  for (const auto* key : {"tensors", "values"}) {
     FSDP_CHECK_AS(
-        CheckpointError, item.is_array() && item.size() == 2, file,
-        ": a value is not a name and a value");
-    const auto name = json_string(item[0], "name", file);
-    catalog.values.emplace_back(name, parse_value(item[1], c10::str(file, ", value '", name, "'")));
+        CheckpointError, json_field(parsed, key, file).is_array(), file, ": '", key,
+        "' is not a list");
+  }
+  if (wrong) {
+    std::rethrow_exception(wrong);
   }
   catalog.index();
   return catalog;

@@ -56,6 +56,7 @@ void Reader::read_block(
     char* memory) {
   const auto piece_bytes = *tensor_bytes(piece.box.sizes, stored.dtype);
   const auto number = copies[0].from / kBlockBytes;
+  check = check && !checked_.contains({&piece, number});
   // A checksum needs the whole block. Without a checksum, read from the first to the last copy.
   const auto begin = check ? number * kBlockBytes : copies.front().from;
   const auto end =
@@ -74,6 +75,7 @@ void Reader::read_block(
     check_block(
         catalog_.folder / piece.file, stored.name, piece.offset + begin,
         {bytes, static_cast<size_t>(end - begin)}, piece.crcs[static_cast<size_t>(number)]);
+    checked_.emplace(&piece, number);
   }
   if (memory && !direct) {
     for (const auto& copy : copies) {

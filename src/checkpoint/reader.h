@@ -3,8 +3,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <map>
+#include <set>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "checkpoint/catalog.h"
@@ -55,6 +57,9 @@ class Reader {
   const bool verify_;
   std::map<std::string, File> files_;
   std::map<std::string, File::Version> versions_;
+  /// Blocks that had their checksums. A tensor may be read in many small parts, and each part would
+  /// need all of its block again.
+  std::set<std::pair<const StoredPiece*, int64_t>> checked_;
   std::vector<char> block_;
 };
 

@@ -43,7 +43,7 @@ constexpr std::array<std::pair<const char*, at::ScalarType>, 19> kDtypes{{
 
 SafetensorsEntry parse_entry(
     const std::string& name, const json& value, int64_t data_offset, const std::string& file) {
-  const auto where = c10::str(file, ", tensor '", name, "'");
+  const auto where = file + ", tensor '" + name + "'";
   SafetensorsEntry entry{.name = name};
   entry.dtype = dtype_of(json_string(json_field(value, "dtype", where), "dtype", where), where);
   entry.sizes = json_sizes(json_field(value, "shape", where), "shape", where);
@@ -133,11 +133,8 @@ SafetensorsHeader parse_safetensors(
   FSDP_CHECK_AS(
       CheckpointError, static_cast<int64_t>(start.size()) >= data_offset, file,
       ": its header is not there");
-  const auto parsed =
-      parse_json(start.substr(kLengthBytes, static_cast<size_t>(data_offset - kLengthBytes)), file);
-  FSDP_CHECK_AS(CheckpointError, parsed.is_object(), file, ": its header is not a JSON object");
   SafetensorsHeader header;
-  for (const auto& [name, value] : parsed.items()) {
+  const auto take = [&](const std::string& name, const json& value) {
     if (name == kMetadata) {
       FSDP_CHECK_AS(CheckpointError, value.is_object(), file, ": its metadata is not an object");
       for (const auto& [key, text] : value.items()) {
@@ -146,7 +143,11 @@ SafetensorsHeader parse_safetensors(
     } else {
       header.entries.push_back(parse_entry(name, value, data_offset, file));
     }
-  }
+  };
+  const auto parsed = parse_json(
+      start.substr(kLengthBytes, static_cast<size_t>(data_offset - kLengthBytes)), file,
+      /*depth=*/1, take);
+  FSDP_CHECK_AS(CheckpointError, parsed.is_object(), file, ": its header is not a JSON object");
   sort_by_offset(header.entries);
   int64_t end = data_offset;
   for (const auto& entry : header.entries) {
@@ -187,7 +188,7 @@ std::string layout_safetensors(SafetensorsHeader& header, const std::string& fil
   }
   int64_t end = 0;
   for (auto& entry : header.entries) {
-    const auto where = c10::str(file, ", tensor '", entry.name, "'");
+    const auto where = file + ", tensor '" + entry.name + "'";
     entry.offset = end;
     FSDP_CHECK_AS(
         CheckpointError, !__builtin_add_overflow(end, entry.bytes(), &end), where, ": too large");

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <map>
+#include <unordered_set>
 
 #include <fsdp/checkpoint_tools.h>
 
@@ -63,9 +64,8 @@ class Verifier {
   template <class... Pieces>
   void problem(const Pieces&... pieces) {
     auto text = c10::str(pieces...);
-    auto& all = report_.problems;
-    if (std::find(all.begin(), all.end(), text) == all.end()) {
-      all.push_back(std::move(text));
+    if (known_.insert(text).second) {
+      report_.problems.push_back(std::move(text));
     }
   }
 
@@ -129,16 +129,16 @@ class Verifier {
   void compare_header(const File& file, const std::vector<PieceOf>& pieces) {
     const auto name = file.path().string();
     const auto header = read_safetensors(file);
-    std::map<std::string, SafetensorsEntry> entries;
+    std::map<std::string_view, const SafetensorsEntry*> entries;
     for (const auto& entry : header.entries) {
-      entries[entry.name] = entry;
+      entries[entry.name] = &entry;
     }
     std::map<std::string, std::vector<int64_t>> offsets;
     for (const auto& [tensor, piece] : pieces) {
       offsets[tensor->name] = piece->box.offsets;
       const auto found = entries.find(tensor->name);
-      if (found == entries.end() || found->second.offset != piece->offset ||
-          found->second.dtype != tensor->dtype || found->second.sizes != piece->box.sizes) {
+      if (found == entries.end() || found->second->offset != piece->offset ||
+          found->second->dtype != tensor->dtype || found->second->sizes != piece->box.sizes) {
         problem(
             name, ", tensor '", tensor->name,
             "': the file's header says otherwise than the manifest");
@@ -185,6 +185,7 @@ class Verifier {
 
   Catalog catalog_;
   CheckpointReport report_;
+  std::unordered_set<std::string> known_; // the problems in the report
   std::vector<char> block_;
 };
 

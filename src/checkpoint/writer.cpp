@@ -83,11 +83,9 @@ void write_file(
 /// goes to a second file.
 Pieces write_parts(const SaveJob& job) {
   std::vector<std::map<std::string, const Part*>> files;
+  std::map<std::string, size_t> boxes; // so far, by tensor
   for (const auto& part : job.plan.parts) {
-    size_t i = 0;
-    while (i < files.size() && files[i].contains(part.name)) {
-      ++i;
-    }
+    const auto i = boxes[part.name]++;
     files.resize(std::max(files.size(), i + 1));
     files[i][part.name] = &part;
   }

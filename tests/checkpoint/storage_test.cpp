@@ -126,6 +126,46 @@ TEST(Box, TilesAreExact) {
   EXPECT_FALSE(tile({{{0}, {4}}}, {2, 2})) << "another number of dims";
 }
 
+TEST(Box, TilesAreFoundAsByCountingElements) {
+  std::mt19937 random(3);
+  const auto below = [&](int64_t n) {
+    return static_cast<int64_t>(random() % static_cast<uint32_t>(n));
+  };
+  int good = 0;
+  for (int round = 0; round < 3000; ++round) {
+    const std::vector<int64_t> sizes{2 + below(3), 2 + below(3), 2 + below(3)};
+    std::vector<Box> boxes{Box::whole(sizes)};
+    for (int i = 0; i < 3; ++i) { // cut a box in two
+      auto& first = boxes[static_cast<size_t>(below(static_cast<int64_t>(boxes.size())))];
+      const auto dim = static_cast<size_t>(below(3));
+      auto second = first;
+      const auto at = below(first.sizes[dim] + 1);
+      first.sizes[dim] = at;
+      second.offsets[dim] += at;
+      second.sizes[dim] -= at;
+      boxes.push_back(second);
+    }
+    if (round % 2 == 1) { // and move one
+      auto& box = boxes[static_cast<size_t>(below(4))];
+      const auto dim = static_cast<size_t>(below(3));
+      box.offsets[dim] = below(sizes[dim] - box.sizes[dim] + 1);
+    }
+    auto counts = torch::zeros(sizes, torch::kLong);
+    for (const auto& box : boxes) {
+      auto part = counts;
+      for (size_t dim = 0; dim < 3; ++dim) {
+        part = part.narrow(static_cast<int64_t>(dim), box.offsets[dim], box.sizes[dim]);
+      }
+      part += 1;
+    }
+    const bool expected = counts.eq(1).all().item<bool>();
+    EXPECT_EQ(tile(boxes, sizes), expected);
+    good += expected;
+  }
+  EXPECT_GT(good, 1500);
+  EXPECT_LT(good, 2900);
+}
+
 TEST(Box, StridedShardsHaveSeveral) {
   // Chunks 0..5 and 6..11 are each divided over two ranks.
   const auto boxes = local_boxes({12, 2}, {StridedShard{0, 2}}, {2}, {1});
