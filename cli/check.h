@@ -2,6 +2,9 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <cerrno>
+#include <string>
+
 #include <fsdp/error.h>
 
 namespace fsdp::cli {
@@ -17,6 +20,15 @@ inline constexpr int kBadConfig = 2;
 inline constexpr int kCommunication = 3;
 inline constexpr int kCheckpoint = 4;
 inline constexpr int kNonFinite = 5;
+
+/// What to do if a limit of the system caused the error with this errno. Follows the system's
+/// words. Empty for other errors.
+inline std::string limit_advice(int error) {
+  return error == EAGAIN ? "; raise the limit on processes and threads (ulimit -u; in a container "
+                           "also pids.max), or start fewer ranks"
+         : error == EMFILE ? "; raise the limit on open files (ulimit -n), or start fewer ranks"
+                           : "";
+}
 
 /// Throws ConfigError. The pieces make up the message, which names the option and the remedy.
 template <class... Pieces>

@@ -3,12 +3,16 @@
 #include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
+#include <sys/stat.h>
+
 #include <algorithm>
+#include <cctype>
 #include <cerrno>
 #include <cstring>
 #include <map>
 #include <set>
 #include <sstream>
+#include <string_view>
 
 #include "cli/check.h"
 #include "cli/files.h"
@@ -35,10 +39,65 @@ const std::map<std::string, std::set<std::string>> kContradictedOptions{
     {"model",
      {"vocab", "dim", "layers", "heads", "kv-heads", "hidden", "tied", "rotary-base", "norm-eps"}}};
 
+constexpr int64_t kMostBytes = 1 << 20;
+constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF"; // some editors begin a file with it
+
+/// Throws ConfigError if a line is not text: messages quote parts of the file.
+void check_text(const std::string& path, const std::string& text) {
+  std::istringstream lines(text);
+  int64_t number = 1;
+  for (std::string line; std::getline(lines, line); ++number) {
+    bool is_text = std::all_of(line.begin(), line.end(), [](unsigned char c) {
+      return !std::iscntrl(c) || c == '\t' || c == '\r';
+    });
+    try {
+      (void)Json(line).dump(); // throws if the line is not UTF-8
+    } catch (const Json::exception&) {
+      is_text = false;
+    }
+    check_config(
+        is_text, "--config: ", path, ", line ", number,
+        " has bytes that are not text; the file must be JSON or TOML, in UTF-8");
+  }
+}
+
+/// The line of the file that sets an option: 1 is the first. 0 if there is none.
+int64_t line_of(const std::string& name, const std::string& text) {
+  std::istringstream lines(text);
+  int64_t number = 1;
+  for (std::string line; std::getline(lines, line); ++number) {
+    std::replace(line.begin(), line.end(), '_', '-');
+    for (size_t at = line.find(name); at != std::string::npos; at = line.find(name, at + 1)) {
+      const auto before = at == 0 ? std::string::npos : line.find_last_of(" \t\"{[,.", at - 1);
+      const auto after = line.find_first_not_of("\" \t\r]", at + name.size());
+      const bool is_whole =
+          (at == 0 || before == at - 1) &&
+          (after == std::string::npos || line[after] == '=' || line[after] == ':');
+      if (is_whole) {
+        return number;
+      }
+    }
+  }
+  return 0;
+}
+
 std::string read(const std::string& path) {
+  check_config(!path.empty(), "--config: it needs the name of a file");
   check_config(!is_folder(path), "--config: ", path, " is a folder, not a file");
-  const auto text = read_file(path);
+  struct stat info{};
+  const bool exists = stat(path.c_str(), &info) == 0;
+  check_config(
+      !exists || S_ISREG(info.st_mode), "--config: ", path,
+      " is a device or a pipe, which may have no end; write the options to a file");
+  check_config(
+      !exists || info.st_size <= kMostBytes, "--config: ", path, " has ", info.st_size,
+      " bytes; a file of options has at most ", kMostBytes);
+  auto text = read_file(path);
   check_config(text.has_value(), "--config: ", path, " cannot be read: ", std::strerror(errno));
+  if (text->starts_with(kByteOrderMark)) {
+    text->erase(0, kByteOrderMark.size());
+  }
+  check_text(path, *text);
   return *text;
 }
 
@@ -145,7 +204,10 @@ std::vector<std::string> without_contradicted(
     if (dropped.contains(option.substr(std::min<size_t>(2, option.size())))) {
       i += alone ? 1 : 0;
     } else if (option == "--mesh" && ranks_given && !alone) {
-      add_word(words, "mesh", without_shard(of_file[i].substr(option.size() + 1)));
+      const auto others = without_shard(of_file[i].substr(option.size() + 1));
+      if (!others.empty()) {
+        add_word(words, "mesh", others);
+      }
     } else {
       words.push_back(of_file[i]);
     }
@@ -155,7 +217,15 @@ std::vector<std::string> without_contradicted(
 
 } // namespace
 
-std::vector<std::string> config_words(const std::string& path) {
+std::string ConfigOrigins::named(const std::string& message) const {
+  const auto start = message.find("--");
+  const auto end = message.find_first_of(" =:,;", std::min(start, message.size()));
+  const auto place =
+      start == std::string::npos ? places.end() : places.find(message.substr(start, end - start));
+  return place == places.end() ? message : place->second + ": " + message;
+}
+
+std::vector<std::string> config_words(const std::string& path, ConfigOrigins* origins) {
   const auto text = read(path);
   std::vector<std::string> words;
   const auto first = text.find_first_not_of(" \t\r\n");
@@ -177,11 +247,17 @@ std::vector<std::string> config_words(const std::string& path) {
   for (const auto& each : words) {
     check_config(
         option_in(each) != "--config", "--config: ", path, " must not name another config file");
+    const auto option = option_in(each);
+    if (origins && !option.empty()) {
+      const auto line = line_of(option.substr(2), text);
+      origins->places[option] = path + (line > 0 ? ", line " + std::to_string(line) : "");
+    }
   }
   return words;
 }
 
-std::vector<std::string> expand_config(const std::vector<std::string>& words) {
+std::vector<std::string> expand_config(
+    const std::vector<std::string>& words, ConfigOrigins* origins) {
   std::vector<std::string> of_file;
   std::vector<std::string> others;
   for (size_t i = 0; i < words.size(); ++i) {
@@ -200,8 +276,13 @@ std::vector<std::string> expand_config(const std::vector<std::string>& words) {
       }
       continue;
     }
-    const auto more = config_words(path);
+    const auto more = config_words(path, origins);
     of_file.insert(of_file.end(), more.begin(), more.end());
+  }
+  for (const auto& word : others) {
+    if (origins) {
+      origins->places.erase(option_in(word)); // the command line wins
+    }
   }
   auto result = without_contradicted(of_file, others);
   result.insert(result.end(), others.begin(), others.end());

@@ -10,7 +10,8 @@ namespace fsdp::cli {
 
 void check(const Schedule& schedule, int64_t steps) {
   check_config(
-      schedule.lr > 0 && std::isfinite(schedule.lr), "--lr ", schedule.lr, ": it must be above 0");
+      schedule.lr > 0 && std::isfinite(schedule.lr), "--lr ", schedule.lr,
+      ": it must be above 0, and finite");
   check_config(
       schedule.min_lr == -1 || (schedule.min_lr >= 0 && schedule.min_lr <= schedule.lr),
       "--min-lr ", schedule.min_lr, ": it must be 0 or more, and not above --lr ", schedule.lr);

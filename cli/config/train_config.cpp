@@ -35,8 +35,12 @@ void check_model(const ModelDims& dims) {
   check_config(
       dims.heads % dims.kv_heads == 0, "--kv-heads ", dims.kv_heads,
       ": it must be a divisor of --heads ", dims.heads);
-  check_config(dims.rotary_base > 1, "--rotary-base ", dims.rotary_base, ": it must be above 1");
-  check_config(dims.norm_eps > 0, "--norm-eps ", dims.norm_eps, ": it must be above 0");
+  check_config(
+      dims.rotary_base > 1 && std::isfinite(dims.rotary_base), "--rotary-base ", dims.rotary_base,
+      ": it must be above 1, and finite");
+  check_config(
+      dims.norm_eps > 0 && std::isfinite(dims.norm_eps), "--norm-eps ", dims.norm_eps,
+      ": it must be above 0, and finite");
 }
 
 void check_tensor_axis(const ModelDims& dims, int64_t ranks) {
@@ -57,8 +61,11 @@ void check_optimizer(const TrainConfig& config) {
       is_beta(config.beta1) && is_beta(config.beta2), "--betas ", config.beta1, ",", config.beta2,
       ": both must be 0 or more and below 1");
   check_config(
-      config.weight_decay >= 0, "--weight-decay ", config.weight_decay, ": it must be 0 or more");
-  check_config(config.clip >= 0, "--clip ", config.clip, ": it must be 0 (off) or more");
+      config.weight_decay >= 0 && std::isfinite(config.weight_decay), "--weight-decay ",
+      config.weight_decay, ": it must be 0 or more, and finite");
+  check_config(
+      config.clip >= 0 && std::isfinite(config.clip), "--clip ", config.clip,
+      ": it must be 0 (off) or more, and finite");
 }
 
 } // namespace

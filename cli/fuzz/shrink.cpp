@@ -38,7 +38,8 @@ class Simpler {
   }
   template <class T>
   void reset(T Case::* member) {
-    add([&](Case& c) { c.*member = Case{}.*member; });
+    const auto fresh = Case();
+    add([&](Case& c) { c.*member = fresh.*member; });
   }
 
   void ranks_and_steps() {

@@ -47,7 +47,7 @@ function header() {
   const speed = values((line) => line.tokens_per_s);
   if (speed.length) fact('Tokens per second', count(median(speed)), 'median step');
   const exposed = values((line) => line.exposed_s / line.seconds);
-  if (exposed.length) fact('Waiting', percent(median(exposed)), 'for communication');
+  if (exposed.length) fact('Waiting', percent(median(exposed)), 'for communication, median step');
   const peaks = values((line) => line.memory && line.memory.peak);
   if (peaks.length) fact('Peak memory', bytes(Math.max(...peaks)), 'rank 0');
   const time = sumOf(steps, (line) => line.seconds);

@@ -17,6 +17,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "cli/check.h"
 #include "cli/files.h"
 #include "cli/invocation.h"
 
@@ -72,11 +73,14 @@ Child::Child(
   const auto environment_pointers = exec_words(variables);
   int pipes[3][2]; // stdout, stderr, and errno if exec fails
   for (auto& ends : pipes) {
-    TORCH_CHECK(pipe2(ends, O_CLOEXEC) == 0, "cannot make a pipe: ", std::strerror(errno));
+    TORCH_CHECK(
+        pipe2(ends, O_CLOEXEC) == 0, "cannot make a pipe: ", std::strerror(errno),
+        limit_advice(errno));
   }
   const pid_t parent = getpid();
   pid_ = fork();
-  TORCH_CHECK(pid_ >= 0, "cannot start rank ", rank, ": ", std::strerror(errno));
+  TORCH_CHECK(
+      pid_ >= 0, "cannot start rank ", rank, ": ", std::strerror(errno), limit_advice(errno));
   if (pid_ == 0) {
     // Only calls that are safe between fork and exec in a threaded process.
     setpgid(0, 0);

@@ -52,17 +52,20 @@ Transformer load_model(const SavedRun& saved) {
 int generate(const GenerateOptions& options) {
   check(options);
   const auto saved = find_saved_run(options.checkpoint, "--checkpoint");
-  std::string text;
   run_ranks(1, [&](int) {
     auto model = load_model(saved);
-    text = sample(
+    sample(
         model, options.prompt,
         {.count = options.tokens,
          .temperature = options.temperature,
          .seed = static_cast<uint64_t>(options.seed),
-         .context = saved.identity.config.context});
+         .context = saved.identity.config.context,
+         .on_text = [&](const std::string& text) {
+           std::cout << (options.raw ? text : printable(text)) << std::flush;
+           TORCH_CHECK(std::cout, "cannot write to standard output"); // the reader may have gone
+         }});
   });
-  std::cout << (options.raw ? text : printable(text)) << std::endl;
+  std::cout << std::endl;
   return 0;
 }
 

@@ -19,6 +19,13 @@ namespace {
 
 constexpr int kDefaultRanks = 4;
 
+/// For options whose default is an empty text. Scripts give '' if a variable of theirs is not set.
+const CLI::Validator kNotEmpty(
+    [](const std::string& text) {
+      return std::string(text.empty() ? "it has no value; give one, or leave the option out" : "");
+    },
+    "");
+
 /// Calls `visit(name, member)` for each option that config.json holds and checkpoints do not.
 /// --save-every is one, too, but has another type.
 template <class Visit>
@@ -42,7 +49,9 @@ void add_model_options(CLI::App& command, TrainOptions& options) {
   const auto add = [&](const char* name, auto& value, const std::string& help) {
     return command.add_option(name, value, help);
   };
-  add("--model", options.model, "Size of the model: " + names)->capture_default_str();
+  add("--model", options.model, "Size of the model: " + names)
+      ->capture_default_str()
+      ->check(kNotEmpty);
   add("--dim", dims.dim, "Width of the model");
   add("--layers", dims.layers, "Number of blocks");
   add("--heads", dims.heads, "Number of attention heads");
@@ -63,7 +72,8 @@ void add_training_options(CLI::App& command, TrainOptions& options) {
   add("--steps", config.steps, "Number of updates");
   add("--batch", config.batch, "Rows of text per update, of all ranks together");
   add("--context", config.context, "Bytes per row");
-  add("--data", options.identity.data, "File or folder of text [LibTorch's C++ headers]");
+  add("--data", options.identity.data, "File or folder of text [LibTorch's C++ headers]")
+      ->check(kNotEmpty);
   add("--seed", config.seed, "Seed of weights, batches and sample");
   add("--lr", config.schedule.lr, "Highest learning rate");
   add("--schedule", config.schedule.kind, "Decay of the learning rate after the warm-up")
@@ -101,7 +111,8 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
       "Number of ranks [one per GPU if there are several, else 4]; a launcher (fsdp run, torchrun, "
       "srun) decides it itself");
   add("--mesh", options.mesh,
-      "Sizes of the axes, e.g. dp=2,shard=2,tp=2: replicas, shards, tensor parallel");
+      "Sizes of the axes, e.g. dp=2,shard=2,tp=2: replicas, shards, tensor parallel")
+      ->check(kNotEmpty);
   add("--reshard-after-forward", options.reshard,
       "Free parameters between forward and backward: auto, true, false, or shard them over this "
       "number of ranks")
@@ -133,7 +144,7 @@ void add_file_options(CLI::App& command, TrainOptions& options) {
   const auto add = [&](const char* name, auto& value, const char* help) {
     return command.add_option(name, value, help);
   };
-  add("--run", options.run, "Folder of this run [runs/<date and time>]");
+  add("--run", options.run, "Folder of this run [runs/<date and time>]")->check(kNotEmpty);
   add("--save-every", options.save_every,
       "Updates between checkpoints; 0: save only at the end [a tenth of --steps, at most 1000]");
   add("--keep", options.keep.keep, "How many of the newest checkpoints to keep")
@@ -141,7 +152,8 @@ void add_file_options(CLI::App& command, TrainOptions& options) {
   add("--keep-every", options.keep.keep_every, "Also keep checkpoints of multiples of this step");
   add("--resume", options.resume,
       "Continue a run from its folder, or from one of its checkpoints, on any --mesh; options that "
-      "are not given stay as they were");
+      "are not given stay as they were")
+      ->check(kNotEmpty);
   command.add_flag(
       "--go-on", options.go_on, "Continue the run in the folder of --run, if there is one");
   command.add_flag("--no-save", options.no_save, "Write no files");
@@ -252,6 +264,14 @@ void check_contradictions(const TrainOptions& options) {
   check_config(save_every >= 0, "--save-every ", save_every, ": it must be 0 or more");
   check_config(
       options.validate_every >= 0, "--validate-every ", options.validate_every,
+      ": it must be 0 or more");
+  // Inside the program, -1 stands for the default of these two.
+  const auto& schedule = options.identity.config.schedule;
+  check_config(
+      !options.given.contains("warmup") || schedule.warmup >= 0, "--warmup ", schedule.warmup,
+      ": it must be 0 or more");
+  check_config(
+      !options.given.contains("min-lr") || schedule.min_lr >= 0, "--min-lr ", schedule.min_lr,
       ": it must be 0 or more");
   check_config(options.keep.keep >= 1, "--keep ", options.keep.keep, ": it must be 1 or more");
   check_config(

@@ -31,7 +31,8 @@ std::string sample(Transformer& model, const std::string& prompt, const SampleOp
   for (const char c : prompt.empty() ? "\n" : prompt) { // the model needs at least one token
     tokens.push_back(static_cast<unsigned char>(c));
   }
-  for (int64_t i = 0; i < options.count && !(options.stop && options.stop()); ++i) {
+  options.on_text(prompt);
+  for (int64_t i = 0; i < options.count && !options.stop(); ++i) {
     // A rank whose text is not wanted only takes part in the collectives: one token is enough.
     const auto most = options.keeps_text ? options.context : 1;
     const auto length = std::min(most, static_cast<int64_t>(tokens.size()));
@@ -43,6 +44,7 @@ std::string sample(Transformer& model, const std::string& prompt, const SampleOp
                                 torch::softmax(scores / options.temperature, -1), 1,
                                 /*replacement=*/true, generator);
     tokens.push_back(next.item<int64_t>());
+    options.on_text({static_cast<char>(tokens.back())});
   }
   return {tokens.begin() + (prompt.empty() ? 1 : 0), tokens.end()};
 }

@@ -24,7 +24,8 @@ struct SaveOptions {
 };
 
 /// Maps a key of a StateDict to the name of its tensor in the files. `from` is a regular
-/// expression that must match the whole key; `to` is the name, in which $1, $2, ... stand for the
+/// expression that must match the whole key. It has at most 1000 characters and no back-references,
+/// so that matching ends soon. `to` is the name, in which $1, $2, ... stand for the
 /// groups of `from`. The first rule that matches is used. A key that no rule matches is its own
 /// name.
 struct NameRule {

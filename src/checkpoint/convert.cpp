@@ -34,12 +34,7 @@ Catalog select(Catalog catalog, const std::optional<std::string>& only) {
   if (!only) {
     return catalog;
   }
-  std::regex pattern;
-  try {
-    pattern = std::regex(*only);
-  } catch (const std::regex_error& error) {
-    FSDP_THROW(ConfigError, "'", *only, "' is no regular expression: ", error.what());
-  }
+  const auto pattern = user_pattern(*only, "the pattern of names");
   std::erase_if(
       catalog.tensors, [&](const auto& item) { return !std::regex_match(item.name, pattern); });
   std::erase_if(

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <numeric>
+#include <utility>
 
 #include "base/check.h"
 #include "base/text.h"
@@ -33,10 +34,22 @@ class Reader {
     const auto value = get_(name);
     FSDP_CHECK_AS(
         ConfigError, value, "environment variable ", name, " is missing; it comes with ", because_);
-    return static_cast<int>(parse_int(*value, "environment variable " + name));
+    const auto number = parse_int(*value, "environment variable " + name);
+    FSDP_CHECK_AS(
+        ConfigError, std::in_range<int>(number), "environment variable ", name, " is '", *value,
+        "', which is out of range");
+    return static_cast<int>(number);
   }
   int number(const std::string& name, int otherwise) const {
     return has(name) ? number(name) : otherwise;
+  }
+  int port(const std::string& name, int otherwise) const {
+    const int value = number(name, otherwise);
+    FSDP_CHECK_AS(
+        ConfigError, !has(name) || (value >= 1 && value <= 65535), "environment variable ", name,
+        " is '", text(name), "', which is no port; use a free one from 1024 to 65535, the same on ",
+        "every rank");
+    return value;
   }
   /// Names the variable that made us expect the others, for messages about missing ones.
   void expect_because(const std::string& name) {
@@ -149,7 +162,7 @@ LaunchEnv read_launch_env(const GetEnv& get) {
   const auto read = find_launcher(env);
   auto launch = read ? read(env) : LaunchEnv();
   launch.master_addr = env.text("MASTER_ADDR", launch.master_addr);
-  launch.master_port = env.number("MASTER_PORT", launch.master_port);
+  launch.master_port = env.port("MASTER_PORT", launch.master_port);
   check_rank_in_world(launch.launcher, launch.rank, launch.world_size);
   return launch;
 }

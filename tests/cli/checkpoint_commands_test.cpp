@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/checkpoints.h"
+#include "checkpoint/name_rules.h"
 #include "cli/tool.h"
 
 namespace fsdp::test {
@@ -241,6 +242,14 @@ TEST(Convert, ChangesDtypesAndNames) {
       sample_values(samples_1d()[0], kSeed).to(torch::kBFloat16));
 }
 
+TEST(Convert, ARuleThatCouldMatchInManyWaysEnds) {
+  // Tried one way after another, this takes forever, or exhausts the stack.
+  const auto rename = detail::renaming_by({{"(([a-z]*)*)*=", "none"}, {"([a-z]+)*\\.(.*)", "$2"}});
+  const std::string name(10'000, 'a');
+  EXPECT_EQ(rename(name), name);
+  EXPECT_EQ(rename(name + ".weight"), "weight");
+}
+
 TEST(Convert, RefusesWhatMakesNoSense) {
   const auto path = saved();
   const auto refused = [&](std::vector<std::string> more, const std::string& part, int code = 2) {
@@ -256,6 +265,8 @@ TEST(Convert, RefusesWhatMakesNoSense) {
       "--files-of: only valid with --format full");
   refused({out, "--rename", "rows"}, "--rename 'rows': it must be FROM=TO");
   refused({out, "--rename", "(=x"}, "is no regular expression");
+  refused({out, "--only", "(r)\\1"}, "'(r)\\1' refers back to a group");
+  refused({out, "--only", std::string(1001, 'r')}, "and has 1001 characters; a regular expression");
   refused({out, "--rename", "r.*|c.*=same_name"}, "two names become 'same_name'");
   refused({out, "--only", "nobody"}, "no tensor of ");
   refused({out + ".safetensors"}, "choose a name without .safetensors");

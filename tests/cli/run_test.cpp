@@ -360,5 +360,12 @@ TEST(Run, TwoNodes) {
   }
 }
 
+TEST(Run, ALimitOfTheSystemIsNamedWithTheRemedy) {
+  const auto ended = run_script("ulimit -n 24; " + kTool + " run -n 32 -- sleep 30");
+  EXPECT_EQ(ended.exit_code, 1) << ended.output;
+  EXPECT_TRUE(contains(
+      ended.output, "Too many open files; raise the limit on open files (ulimit -n), or start "));
+}
+
 } // namespace
 } // namespace fsdp::test

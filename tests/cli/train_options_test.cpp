@@ -75,6 +75,7 @@ TEST(ConfigFile, TheCommandLineWins) {
 TEST(ConfigFile, RefusesWhatItDoesNotKnow) {
   const auto unknown = run({"train", "--config", file_with("a.toml", "stepz = 3\n")});
   EXPECT_EQ(unknown.exit_code, 2);
+  EXPECT_TRUE(contains(unknown.output, "a.toml, line 1: train: there is no option --stepz; "));
   EXPECT_TRUE(contains(unknown.output, "did you mean --steps?"));
   const auto broken = run({"train", "--config", file_with("a.json", "{\"steps\": ")});
   EXPECT_EQ(broken.exit_code, 2);
@@ -86,11 +87,10 @@ TEST(ConfigFile, AnEmptyValueTakesNoOtherOption) {
   EXPECT_EQ(cli::config_words(file_with("a.json", R"({"run": "", "steps": 3})")), expected);
   EXPECT_EQ(cli::config_words(file_with("a.toml", "run = \"\"\nsteps = 3\n")), expected);
   EXPECT_EQ(cli::expand_config({"--run=", "--steps", "3"}), (Words{"--run", "", "--steps", "3"}));
-  const auto file = file_with("a.json", R"({"data": "", "steps": 3, "seed": 8})");
+  const auto file = file_with("a.json", "{\"steps\": 3,\n\"data\": \"\",\n\"seed\": 8}");
   const auto ended = run({"train", "--config", file, "--dry-run"});
-  EXPECT_EQ(ended.exit_code, 0) << ended.output;
-  EXPECT_TRUE(contains(ended.output, "run       3 steps of "));
-  EXPECT_TRUE(contains(ended.output, ", seed 8\n"));
+  EXPECT_EQ(ended.exit_code, 2) << ended.output;
+  EXPECT_TRUE(contains(ended.output, file + ", line 2: --data: it has no value; give one, or "));
 }
 
 TEST(ConfigFile, RefusesWhatIsNoFileOfOptions) {
@@ -103,6 +103,47 @@ TEST(ConfigFile, RefusesWhatIsNoFileOfOptions) {
   EXPECT_TRUE(contains(refusal(file_with("a.json", "3")), " is JSON, but not an object"));
   EXPECT_TRUE(contains(refusal(file_with("a.json", R"({"config": ""})")), "must not name another"));
   EXPECT_EQ(cli::config_words(file_with("a.toml", "[model]\ndim = 64\n")), Words{"--dim=64"});
+}
+
+TEST(ConfigFile, IsASmallFileOfText) {
+  const auto refusal = [](const std::string& path) {
+    return message_of<ConfigError>([&] { cli::config_words(path); });
+  };
+  EXPECT_TRUE(contains(refusal("/dev/zero"), "/dev/zero is a device or a pipe"));
+  EXPECT_TRUE(contains(refusal(""), "it needs the name of a file"));
+  EXPECT_TRUE(contains(refusal("/no/such/file"), "cannot be read: No such file"));
+  const auto large = refusal(file_with("a.toml", std::string(2 << 20, ' ')));
+  EXPECT_TRUE(contains(large, "has 2097152 bytes; a file of options has at most 1048576"));
+  for (const auto* bytes :
+       {"steps = 3\n\x7f"
+        "ELF = 2\n",
+        "steps = 3\ndata = \xff\xfe\n"}) {
+    const auto message = refusal(file_with("a.toml", bytes));
+    EXPECT_TRUE(contains(message, "a.toml, line 2 has bytes that are not text"));
+    EXPECT_EQ(message.find_first_of("\x7f\xff"), std::string::npos);
+  }
+  const auto json = file_with("a.json", "\xEF\xBB\xBF{\"steps\": 3}");
+  EXPECT_EQ(cli::config_words(json), Words{"--steps=3"});
+  const auto toml = file_with("a.toml", "\xEF\xBB\xBFsteps = 3\n");
+  EXPECT_EQ(cli::config_words(toml), Words{"--steps=3"});
+}
+
+TEST(ConfigFile, AMessageNamesTheLine) {
+  const auto toml = file_with("a.toml", "# steps = 1\nsteps = 3\n\n[model]\nkv_heads = 0\n");
+  const auto of_file = run({"train", "--dry-run", "--config", toml});
+  EXPECT_EQ(of_file.exit_code, 2) << of_file.output;
+  EXPECT_TRUE(contains(of_file.output, "fsdp: " + toml + ", line 5: --kv-heads 0: it must be 1"));
+  const auto of_words = run({"train", "--dry-run", "--config", toml, "--kv-heads", "-1"});
+  EXPECT_EQ(of_words.output, "fsdp: --kv-heads -1: it must be 1 or more\n");
+  const auto json = file_with("a.json", "{\"seed\": 1,\n \"steps\": \"many\"}");
+  const auto converted = run({"train", "--dry-run", "--config", json});
+  EXPECT_EQ(converted.exit_code, 2) << converted.output;
+  EXPECT_EQ(converted.output.find(json + ", line 2: Could not convert: --steps = "), 0u)
+      << converted.output;
+  const auto longest = file_with("a.toml", "seed = 1\nschedule = " + std::string(9000, 'x'));
+  const auto cut = run({"train", "--dry-run", "--config", longest});
+  EXPECT_EQ(cut.output.find(longest + ", line 2: --schedule: xxx"), 0u) << cut.output;
+  EXPECT_LT(cut.output.size(), 2100u);
 }
 
 TEST(ConfigFile, WhatContradictsTheCommandLineIsLeftOut) {
@@ -210,6 +251,35 @@ TEST(Curve, FallsFromTheLeftToTheRight) {
   EXPECT_EQ(cli::draw_curve({2, 1}, {.width = 1, .height = 1})[0], "    2.0000 \u2881");
 }
 
+TEST(Options, ValuesThatCannotBeAreRefused) {
+  const auto refused = [](const Words& more, const std::string& message) {
+    Words words{"train", "--dry-run"};
+    words.insert(words.end(), more.begin(), more.end());
+    const auto ended = run(words);
+    EXPECT_EQ(ended.exit_code, 2) << ended.output;
+    EXPECT_TRUE(contains(ended.output, message));
+  };
+  refused({"--warmup", "-1"}, "--warmup -1: it must be 0 or more");
+  refused({"--min-lr", "-1"}, "--min-lr -1: it must be 0 or more");
+  refused({"--norm-eps", "inf"}, "--norm-eps inf: it must be above 0, and finite");
+  refused({"--rotary-base", "inf"}, "--rotary-base inf: it must be above 1, and finite");
+  refused({"--lr", "inf"}, "--lr inf: it must be above 0, and finite");
+  refused({"--clip", "inf"}, "--clip inf: it must be 0 (off) or more, and finite");
+  refused({"--weight-decay", "inf"}, "--weight-decay inf: it must be 0 or more, and finite");
+  refused(
+      {"--seed", "99999999999999999999"}, "--seed 99999999999999999999: it must be a number of");
+  refused({"--steps", "-99999999999999999999"}, "--steps -99999999999999999999: it must be a");
+  refused({"--tied", "2"}, "--tied 2: it must be true or false");
+  refused({"--offload=3"}, "--offload 3: it must be true or false");
+  for (const auto* option : {"--data", "--run", "--mesh", "--model", "--resume"}) {
+    refused({option, ""}, std::string(option) + ": it has no value; give one, or leave the option");
+    refused({std::string(option) + "="}, std::string(option) + ": it has no value; ");
+  }
+  refused({"--config", ""}, "--config: it needs the name of a file");
+  refused({"--config", "/dev/zero"}, "--config: /dev/zero is a device or a pipe");
+  refused({"--data", "/dev/zero"}, "--data: /dev/zero is neither a file nor a folder");
+}
+
 // ------------------------------------------------------------ What a person sees
 
 TEST(TrainScreen, DryRunOfSeventyBillionParameters) {
@@ -302,6 +372,11 @@ TEST(TrainScreen, GenerateGoesOnFromACheckpoint) {
   EXPECT_EQ(once.exit_code, 0) << once.output;
   EXPECT_EQ(once.output.find("for ("), 0u) << once.output;
   EXPECT_EQ(once.output.size(), 26u) << once.output;
+  // The text appears while it is generated: the first bytes are there long before the last.
+  const auto first = run_script(
+      kTool + " generate --checkpoint " + run_folder +
+      " --prompt 'for (' --tokens 100000000 | head -c 25");
+  EXPECT_EQ(first.output.substr(0, 25), once.output.substr(0, 25));
   EXPECT_EQ(run(words).output, once.output);
   for (const auto* temperature : {"-1", "nan", "inf"}) {
     const auto refused =

@@ -149,6 +149,13 @@ TEST(LaunchEnv, ErrorsNameTheVariable) {
   expect_refused({{"WORLD_SIZE", "2"}}, "RANK is missing");
   expect_refused({{"RANK", "x"}, {"WORLD_SIZE", "2"}}, "RANK is 'x'");
   expect_refused({{"RANK", "2"}, {"WORLD_SIZE", "2"}}, "rank 2 of 2");
+  expect_refused(
+      {{"RANK", "0"}, {"WORLD_SIZE", "4294967297"}}, "WORLD_SIZE is '4294967297', which");
+  for (const auto* port : {"99999", "0", "-1"}) {
+    expect_refused(
+        {{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_PORT", port}},
+        std::string("MASTER_PORT is '") + port + "', which is no port; use a free one");
+  }
   expect_refused({{"RANK", "-1"}, {"WORLD_SIZE", "2"}}, "rank -1 of 2");
   expect_refused({{"RANK", "0"}, {"WORLD_SIZE", "2"}}, "set MASTER_ADDR");
   expect_refused(
