@@ -13,6 +13,8 @@
 //          The figure is their time / their time without a save. If the ranks use all cores,
 //          the save takes some of that time.
 // GiB/s    measured until the checkpoint is complete
+// The second table is of very many small tensors, each over all ranks: there the work per tensor
+// counts. `verify` is what `fsdp verify` does; DCP has nothing like it.
 // memory   the most resident memory of a rank during the call, beyond that before the call.
 //          async_save keeps host memory for the next save, so there: beyond that of the model
 #include <stdlib.h>
@@ -23,11 +25,16 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <iostream>
+#include <map>
 #include <memory>
+#include <optional>
 #include <sstream>
+
+#include <fsdp/checkpoint_tools.h>
 
 #include "bench_main.h"
 #include "checkpoint_rank.h"
@@ -45,6 +52,7 @@ struct Options {
   int64_t size_mib = 1024;
   int ranks = 2;
   int rounds = 3;
+  int64_t tensors = 20'000;
   std::string folder = ".";
   std::string python = FSDP_BENCH_PYTHON;
   std::string script = FSDP_BENCH_DIR "/dcp_checkpoint.py";
@@ -58,14 +66,18 @@ struct Options {
 class RankProcesses {
  public:
   RankProcesses(
-      std::vector<std::string> words, const Options& options, const std::string& rendezvous)
+      std::vector<std::string> words,
+      const Options& options,
+      const std::string& rendezvous,
+      int64_t tensors = 0)
       : name_(words[0]) {
     for (int rank = 0; rank < options.ranks; ++rank) {
       auto mine = words;
       for (const auto& word :
            {std::string("--rank"), std::to_string(rank), std::string("--ranks"),
             std::to_string(options.ranks), std::string("--blocks"),
-            std::to_string(options.blocks()), std::string("--rendezvous"), rendezvous}) {
+            std::to_string(tensors > 0 ? 0 : options.blocks()), std::string("--tensors"),
+            std::to_string(tensors), std::string("--rendezvous"), rendezvous}) {
         mine.push_back(word);
       }
       ranks_.push_back(std::make_unique<Child>(std::move(mine)));
@@ -185,6 +197,39 @@ Result measure(
   return result;
 }
 
+/// The words that start the Python side.
+std::vector<std::string> python_words(const Options& options) {
+  return {options.python, options.script, "--width", std::to_string(kWidth)};
+}
+
+/// Measures many small tensors. Returns the seconds of the rounds by command and side.
+std::map<std::string, std::vector<double>> measure_many(
+    const Options& options, const TemporaryFolder& folder, bool has_dcp) {
+  std::map<std::string, std::vector<double>> seconds;
+  RankProcesses ours({"/proc/self/exe"}, options, folder / "many_ours", options.tensors);
+  std::optional<RankProcesses> dcp;
+  if (has_dcp) {
+    dcp.emplace(python_words(options), options, folder / "many_dcp", options.tensors);
+  }
+  for (int round = 0; round < options.rounds; ++round) {
+    folder.remove("ours");
+    folder.remove("dcp");
+    for (const std::string command : {"save", "load"}) {
+      sync();
+      seconds[command + "   ours"].push_back(ours.ask(command, folder / "ours").seconds);
+      if (dcp) {
+        seconds[command + "   DCP"].push_back(dcp->ask(command, folder / "dcp").seconds);
+      }
+    }
+    const auto start = std::chrono::steady_clock::now();
+    const auto report = fsdp::verify_checkpoint(folder / "ours");
+    seconds["verify ours"].push_back(
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    TORCH_CHECK(report.problems.empty() && report.num_tensors == options.tensors);
+  }
+  return seconds;
+}
+
 int run(int argc, char** argv) {
   CLI::App app("Saving and loading: ours and torch.distributed.checkpoint's, in one run.");
   Options options;
@@ -202,6 +247,9 @@ int run(int argc, char** argv) {
   app.add_option("--rounds", options.rounds, "Rounds, of which the median counts")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  app.add_option("--tensors", options.tensors, "Small tensors of the second table; 0: none")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
   app.add_option("--folder", options.folder, "Where to save; what is made there goes again")
       ->capture_default_str();
   app.add_option("--python", options.python, "An interpreter with torch")->capture_default_str();
@@ -216,15 +264,14 @@ int run(int argc, char** argv) {
   app.add_option("--rendezvous", rendezvous)->group("");
   CLI11_PARSE(app, argc, argv);
   if (worker_rank >= 0) {
-    return Rank::work(worker_rank, options.ranks, rendezvous, worker_blocks);
+    return Rank::work(worker_rank, options.ranks, rendezvous, worker_blocks, options.tensors);
   }
 
   const TemporaryFolder folder(options.folder);
   RankProcesses ours({"/proc/self/exe"}, options, folder / "rendezvous_ours");
   TORCH_CHECK(ours.is_there(), "our own processes did not start");
-  auto dcp = std::make_unique<RankProcesses>(
-      std::vector<std::string>{options.python, options.script, "--width", std::to_string(kWidth)},
-      options, folder / "rendezvous_dcp");
+  auto dcp =
+      std::make_unique<RankProcesses>(python_words(options), options, folder / "rendezvous_dcp");
   if (!dcp->is_there()) {
     fprintf(stderr, "no Python side (%s): it could not start\n", options.python.c_str());
     dcp.reset();
@@ -241,17 +288,38 @@ int run(int argc, char** argv) {
     fflush(stdout);
   }
   const Report report(measure(options, folder, ours, dcp.get()), shard_bytes, ours.model_bytes());
+  const bool has_dcp = dcp != nullptr;
+  const auto python_torch = dcp ? json(dcp->torch_version()) : json();
+  dcp.reset(); // its processes go before the next ones begin
+  std::map<std::string, std::vector<double>> many;
+  if (options.tensors > 0) {
+    many = measure_many(options, folder, has_dcp);
+  }
   if (as_json) {
     auto out = report.to_json();
+    for (const auto& [name, seconds] : many) {
+      out["many"][name] = Figure(seconds).to_json();
+    }
     out["options"] = {
         {"size_mib", options.blocks() * kBlockMib},
         {"ranks", options.ranks},
         {"rounds", options.rounds},
         {"torch", ours.torch_version()},
-        {"python_torch", dcp ? json(dcp->torch_version()) : json()}};
+        {"tensors", options.tensors},
+        {"python_torch", python_torch}};
     std::cout << out << std::endl;
   } else {
     report.print();
+    if (!many.empty()) {
+      printf(
+          "\n%lld tensors of %lld elements, in seconds\n", static_cast<long long>(options.tensors),
+          static_cast<long long>(kSmall));
+    }
+    for (const auto& [name, seconds] : many) {
+      const Figure figure(seconds);
+      printf(
+          "%-12s %9.3f   [%7.3f, %7.3f]\n", name.c_str(), figure.median, figure.low, figure.high);
+    }
   }
   if (!check) {
     return 0;

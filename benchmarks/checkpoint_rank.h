@@ -16,6 +16,7 @@
 namespace bench {
 
 inline constexpr int64_t kWidth = 1024;
+inline constexpr int64_t kSmall = 16; // elements of a small tensor
 
 /// What one command took. For several ranks: the maximum of each value.
 struct Measured {
@@ -73,7 +74,16 @@ inline bool reset_peak() {
 
 class Rank {
  public:
-  explicit Rank(int64_t blocks) : model_(blocks), state_(fsdp::get_model_state_dict(model_)) {
+  /// `tensors`: so many small ones instead of the model's.
+  Rank(int64_t blocks, int64_t tensors)
+      : model_(blocks), state_(fsdp::get_model_state_dict(model_)) {
+    const auto mesh = fsdp::init_device_mesh(at::kCPU, {fsdp::get_world_size()});
+    for (int64_t i = 0; i < tensors; ++i) {
+      const auto whole = torch::full({kSmall}, i % 100);
+      state_.insert(
+          "layers." + std::to_string(i) + ".weight",
+          fsdp::distribute_tensor(whole.to(torch::kFloat), mesh, {fsdp::Shard{0}}));
+    }
     compute(); // allocates its memory before anything is measured
     malloc_trim(0);
     model_bytes_ = memory("VmRSS");
@@ -121,7 +131,8 @@ class Rank {
     return measured;
   }
 
-  static int work(int rank, int ranks, const std::string& rendezvous, int64_t blocks) {
+  static int work(
+      int rank, int ranks, const std::string& rendezvous, int64_t blocks, int64_t tensors) {
     const torch::NoGradGuard no_grad;
     torch::set_num_threads(1);
     fsdp::init_process_group(
@@ -130,7 +141,7 @@ class Rank {
          .rank = rank,
          .world_size = ranks});
     {
-      Rank self(blocks);
+      Rank self(blocks, tensors);
       std::cout << "ready " TORCH_VERSION " " << self.shard_bytes() << std::endl;
       for (std::string command, path;
            std::cin >> command >> std::ws && std::getline(std::cin, path);) {

@@ -23,8 +23,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
+SMALL = 16  # elements of a small tensor
 
 # checkpoint_rank.h has the same model and the same compute: change both.
 
@@ -125,7 +128,7 @@ def run(command, path, state, model_bytes, compute):
 
 def main():
     parser = argparse.ArgumentParser()
-    for name in ["rank", "ranks", "width", "blocks"]:
+    for name in ["rank", "ranks", "width", "blocks", "tensors"]:
         parser.add_argument("--" + name, type=int, required=True)
     parser.add_argument("--rendezvous", required=True)
     options = parser.parse_args()
@@ -137,6 +140,10 @@ def main():
     with torch.no_grad():
         model = Model(options.width, options.blocks)
         state = get_model_state_dict(model)
+        mesh = init_device_mesh("cpu", (options.ranks,))
+        for i in range(options.tensors):
+            whole = torch.full((SMALL,), i % 100.0)
+            state[f"layers.{i}.weight"] = distribute_tensor(whole, mesh, [Shard(0)])
         compute = Compute(options.width)
         trim()
         model_bytes = memory("VmRSS")

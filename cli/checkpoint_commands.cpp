@@ -15,7 +15,9 @@
 
 #include "cli/check.h"
 #include "cli/command.h"
+#include "cli/files.h"
 #include "cli/train/progress.h"
+#include "cli/train/run_checkpoint.h"
 
 namespace fsdp::cli {
 
@@ -24,8 +26,8 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr const char* kPathHelp =
-    "A checkpoint, a folder of checkpoints (the latest is used), a Hugging Face folder or a "
-    "safetensors file";
+    "A run's folder or a folder of checkpoints (the latest is used), a checkpoint, a Hugging Face "
+    "folder or a safetensors file";
 
 std::string hex(uint32_t number) {
   char text[9];
@@ -53,16 +55,17 @@ std::string first_of(const std::vector<std::string>& all) {
 
 /// Prints rows in columns. The columns in `right` are aligned to the right, the others to the left.
 void print_table(const std::vector<std::vector<std::string>>& rows, const std::set<size_t>& right) {
+  constexpr size_t kWidest = 100; // one very long name must not widen all rows
   std::vector<size_t> widths(rows[0].size());
   for (const auto& row : rows) {
     for (size_t i = 0; i < row.size(); ++i) {
-      widths[i] = std::max(widths[i], row[i].size());
+      widths[i] = std::max(widths[i], std::min(row[i].size(), kWidest));
     }
   }
   for (const auto& row : rows) {
     std::string line;
     for (size_t i = 0; i < row.size(); ++i) {
-      const std::string gap(widths[i] - row[i].size(), ' ');
+      const std::string gap(widths[i] - std::min(row[i].size(), widths[i]), ' ');
       line += (i > 0 ? "  " : "") + (right.count(i) ? gap + row[i] : row[i] + gap);
     }
     line.erase(line.find_last_not_of(' ') + 1);
@@ -72,9 +75,10 @@ void print_table(const std::vector<std::vector<std::string>>& rows, const std::s
 
 std::vector<std::string> table_row(const CheckpointTensor& tensor) {
   std::vector<std::string> files;
+  std::set<std::string> known;
   std::vector<std::string> checksums;
   for (const auto& piece : tensor.pieces) {
-    if (std::find(files.begin(), files.end(), piece.file) == files.end()) {
+    if (known.insert(piece.file).second) {
       files.push_back(piece.file);
     }
     for (const auto checksum : piece.checksums) {
@@ -139,8 +143,10 @@ void print_json(const CheckpointContents& contents) {
          {"bytes", tensor.bytes},
          {"pieces", std::move(pieces)}});
   }
+  // An ordered object looks for each new name among all others. These names all differ already.
+  auto& values = result["values"].get_ref<ordered_json::object_t&>();
   for (const auto& [name, value] : contents.values) {
-    result["values"][name] = value_json(value);
+    static_cast<ordered_json::object_t::Container&>(values).emplace_back(name, value_json(value));
   }
   std::cout << result.dump(2) << '\n';
 }
@@ -267,9 +273,29 @@ ConvertOptions convert_options(const ConvertWords& words) {
   return options;
 }
 
+/// Throws ConfigError if OUT is a checkpoint of a training run that could not be resumed any more.
+void check_no_run_is_lost(const ConvertWords& words, const ConvertOptions& options) {
+  if (!words.overwrite || !is_file(words.output + "/manifest.json")) {
+    return;
+  }
+  const bool keeps_all = options.format == ConvertOptions::Format::sharded && !options.only &&
+                         !options.dtype && options.names.empty();
+  const auto values = inspect_checkpoint(words.output).values;
+  const bool of_run = std::any_of(
+      values.begin(), values.end(), [](const auto& value) { return value.first == kRunMark; });
+  check_config(
+      !of_run || (keeps_all && real_path(inspect_checkpoint(words.input).path.string()) ==
+                                   real_path(words.output)),
+      words.output, " is a checkpoint of a training run, which could not be resumed from it any ",
+      "more; write to another folder");
+}
+
 int convert(const ConvertWords& words) {
-  const auto report = convert_checkpoint(words.input, words.output, convert_options(words));
+  const auto options = convert_options(words);
+  check_no_run_is_lost(words, options);
+  const auto report = convert_checkpoint(words.input, words.output, options);
   Screen screen;
+  screen.labelled("read", printable(report.input.string()));
   screen.labelled(
       "wrote", c10::str(
                    printable(words.output), ": ", plural(report.num_tensors, "tensor"), ", ",

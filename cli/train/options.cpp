@@ -373,7 +373,8 @@ SavedRun run_without_checkpoint(const TrainOptions& before, const std::filesyste
       .is_latest = true,
       .identity = before.identity,
       .ranks = parse_mesh(before.mesh, std::nullopt).ranks(),
-      .mesh = before.mesh};
+      .mesh = before.mesh,
+      .skipped = skipped_checkpoints(checkpoints_of(run.string()), -1)};
 }
 
 } // namespace fsdp::cli

@@ -1,11 +1,13 @@
 #include "cli/train/run_checkpoint.h"
 
 #include <fsdp/checkpoint.h>
+#include <fsdp/checkpoint_tools.h>
 #include <fsdp/distributed.h>
 #include <fsdp/random_state.h>
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <iostream>
 #include <type_traits>
 #include <variant>
@@ -13,6 +15,7 @@
 #include "cli/check.h"
 #include "cli/config/option_list.h"
 #include "cli/files.h"
+#include "cli/train/progress.h"
 
 namespace fsdp::cli {
 
@@ -31,7 +34,7 @@ void for_each_value(SavedRun& saved, Visit visit) {
   visit("data.path", data);
   visit("data.fingerprint", fingerprint);
   visit("train.step", saved.step);
-  visit("train.ranks", saved.ranks);
+  visit(kRunMark, saved.ranks);
   visit("train.mesh", saved.mesh);
 }
 
@@ -55,6 +58,19 @@ std::string advice_instead_of(const std::filesystem::path& checkpoint) {
     other = path.filename() == checkpoint.filename() ? other : path.string();
   }
   return other.empty() ? "" : "; to resume from another one: --resume " + other;
+}
+
+constexpr const char* kConvertAdvice =
+    "; a checkpoint of fsdp train that was converted can be used if it was converted with --format "
+    "sharded and without --rename, and if --only, where it is given, matches config.*";
+
+/// Says what to do with a folder or a file of safetensors that has no settings.
+std::string advice_on_format(const std::string& path) {
+  try {
+    return inspect_checkpoint(path).is_ours ? "" : kConvertAdvice;
+  } catch (const CheckpointError&) {
+    return "";
+  }
 }
 
 void insert_losses(StateDict& state, const RunState& run) {
@@ -82,14 +98,59 @@ std::filesystem::path checkpoints_of(const std::string& run) {
   return std::filesystem::path(run) / "checkpoints";
 }
 
-SavedRun find_saved_run(const std::string& path, const char* option /* = "--resume" */) {
+std::vector<std::string> skipped_checkpoints(
+    const std::filesystem::path& checkpoints, int64_t step) {
+  std::vector<std::string> skipped;
+  std::set<std::filesystem::path> complete;
+  for (const auto& [number, path] : CheckpointSeries(checkpoints).list()) {
+    complete.insert(path.filename());
+  }
+  std::error_code none; // a run may have no such folder yet
+  for (const auto& entry : std::filesystem::directory_iterator(checkpoints, none)) {
+    const auto name = entry.path().filename().string();
+    long long number = 0;
+    int length = 0;
+    if (std::sscanf(name.c_str(), "step_%18lld%n", &number, &length) != 1 ||
+        length != static_cast<int>(name.size()) || number <= step || complete.contains(name)) {
+      continue;
+    }
+    auto why = entry.path().string() + " has no manifest.json, so it does not hold all of the run";
+    if (is_file(entry.path() / "manifest.json")) {
+      try {
+        (void)inspect_checkpoint(entry.path());
+      } catch (const CheckpointError& error) {
+        why = error.what_without_backtrace();
+      }
+    }
+    skipped.push_back(why);
+  }
+  std::sort(skipped.begin(), skipped.end());
+  return skipped;
+}
+
+SavedRun find_saved_run(
+    const std::string& path, const char* option /* = "--resume" */, bool model_only /* = false */) {
   SavedRun saved;
-  const auto latest = CheckpointSeries(checkpoints_of(path)).latest();
+  auto latest = CheckpointSeries(checkpoints_of(path)).latest();
   saved.is_latest = latest.has_value();
+  if (!latest) {
+    latest = CheckpointSeries(path).latest();
+  }
   saved.path = latest.value_or(path);
   check_config(
       latest || is_file(saved.path / "manifest.json"), option, ": there is no complete checkpoint ",
-      "in ", checkpoints_of(path).string(), ", nor is ", path, " one");
+      "in ", checkpoints_of(path).string(), ", nor is ", path, " one", advice_on_format(path));
+  const auto values = inspect_checkpoint(saved.path).values;
+  const auto has = [&](const char* name) {
+    return std::any_of(
+        values.begin(), values.end(), [&](const auto& value) { return value.first == name; });
+  };
+  if (!has("config.dim") || !(model_only || has(kRunMark))) {
+    throw CheckpointError(
+        {__func__, __FILE__, __LINE__},
+        c10::str(
+            saved.path.string(), " is a checkpoint, but not one of fsdp train", kConvertAdvice));
+  }
   StateDict state;
   for_each_value(
       saved, [&](const std::string& key, const auto& value) { state.insert(key, value); });
@@ -97,12 +158,18 @@ SavedRun find_saved_run(const std::string& path, const char* option /* = "--resu
   for_each_value(saved, [&]<class T>(const std::string& key, T& value) {
     value = value_of<T>(state, key, saved.path);
   });
-  if (saved.ranks == 0) {
-    throw CheckpointError(
-        {__func__, __FILE__, __LINE__},
-        saved.path.string() + " is a checkpoint, but not one of fsdp train");
+  if (latest) {
+    saved.skipped = skipped_checkpoints(saved.path.parent_path(), saved.step);
   }
   return saved;
+}
+
+void warn_of_skipped(const SavedRun& saved) {
+  for (const auto& why : saved.skipped) {
+    std::cerr << "fsdp: WARNING: a newer checkpoint is skipped: " << printable(why)
+              << "; going on from " << printable(saved.path.string()) << ", step " << saved.step
+              << std::endl;
+  }
 }
 
 void adopt_options(RunIdentity& mine, const SavedRun& saved, const std::set<std::string>& given) {

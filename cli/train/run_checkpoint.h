@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "cli/train/trainer.h"
 
@@ -34,6 +35,9 @@ struct RunIdentity {
   std::string fingerprint; // of the text
 };
 
+/// A value that all checkpoints of `fsdp train` have, and no others.
+inline constexpr const char* kRunMark = "train.ranks";
+
 /// What has to be known about a training checkpoint before the model is built.
 struct SavedRun {
   std::filesystem::path path; // of the checkpoint, or of the run's folder if it has none yet
@@ -43,15 +47,26 @@ struct SavedRun {
   int64_t step = 0;
   int64_t ranks = 0;
   std::string mesh; // as --mesh takes it
+  /// Newer checkpoints of the run that are damaged or incomplete: their paths, and why.
+  std::vector<std::string> skipped = {};
 };
 
 /// The folder of a run's checkpoints.
 std::filesystem::path checkpoints_of(const std::string& run);
 
-/// Reads the newest complete checkpoint of a run's folder, or the checkpoint at `path`. Throws
-/// ConfigError with a message that names `option` if there is none, and CheckpointError if it is
-/// not a checkpoint of `fsdp train`. Not collective: it needs no process group.
-SavedRun find_saved_run(const std::string& path, const char* option = "--resume");
+/// Describes each checkpoint of a run that cannot be used and has a later step than `step`.
+std::vector<std::string> skipped_checkpoints(
+    const std::filesystem::path& checkpoints, int64_t step);
+
+/// Reads the newest complete checkpoint of a run's folder or of a folder of checkpoints, or the
+/// checkpoint at `path`. Throws ConfigError with a message that names `option` if there is none,
+/// and CheckpointError if it does not hold the settings of `fsdp train`, or, unless `model_only`,
+/// the progress of the run. Not collective: it needs no process group.
+SavedRun find_saved_run(
+    const std::string& path, const char* option = "--resume", bool model_only = false);
+
+/// Says on stderr which newer checkpoints are not used, and why.
+void warn_of_skipped(const SavedRun& saved);
 
 /// Sets options that were not `given` to those of the checkpoint. Throws ConfigError if a fixed
 /// option differs from the checkpoint, or if the checkpoint is already beyond --steps.

@@ -164,6 +164,9 @@ int train_rank(
   narrator.plan(plan, trainer.shard_bytes(), default_group().backend_name());
   narrator.text(corpus);
   if (loaded) {
+    if (get_rank() == 0) {
+      warn_of_skipped(*saved);
+    }
     narrator.resumed(*loaded, folder.lost());
   }
   narrator.begin(run.step);
@@ -283,7 +286,11 @@ int train(TrainOptions options) {
   std::optional<SavedRun> saved;
   if (!options.resume.empty()) {
     before = read_config_json(options.resume);
-    const bool begun = before && CheckpointSeries(checkpoints_of(options.resume)).list().empty();
+    const CheckpointSeries series(checkpoints_of(options.resume));
+    if (options.saves()) {
+      series.remove_leftovers(); // it may also put back a checkpoint that was being replaced
+    }
+    const bool begun = before && series.list().empty();
     saved =
         begun ? run_without_checkpoint(*before, options.resume) : find_saved_run(options.resume);
     adopt_options(identity, *saved, options.given);

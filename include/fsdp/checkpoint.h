@@ -102,6 +102,11 @@ class FSDP_API CheckpointSeries {
   std::future<void> async_save(
       int64_t step, const StateDict& state, const SaveOptions& options = {});
 
+  /// Removes what saves that were killed have left in the folder, if they ran on this machine. The
+  /// next save does it, too, but only a minute after they were killed. A run should call this
+  /// before it looks for the checkpoint to resume from. Not collective: any rank may call it.
+  void remove_leftovers() const;
+
   /// The checkpoint that was completed last, even if another one has a larger step. Nothing if
   /// there is no complete checkpoint.
   std::optional<std::filesystem::path> latest() const;

@@ -16,7 +16,8 @@
 namespace fsdp {
 
 // Tools for checkpoint files. They need neither a model nor a process group. `path` is anything
-// that `load` takes, or the folder of a CheckpointSeries, which stands for its latest checkpoint.
+// that `load` takes, or the folder of a CheckpointSeries, which stands for its latest checkpoint. A
+// folder with such a folder "checkpoints" in it, as `fsdp train` makes one, stands for it, too.
 
 /// A part of a tensor that lies in one file.
 struct CheckpointPiece {
@@ -82,10 +83,12 @@ struct ConvertReport {
   int64_t num_tensors = 0;
   int64_t bytes = 0;
   int64_t values_left_out = 0; // with `full`, which stores tensors only
+  std::filesystem::path input; // for a series or a run, the checkpoint that was chosen
 };
 
 /// Rewrites a checkpoint in another form, one tensor at a time. Compares checksums if the input
-/// has them. `output` appears complete or not at all.
+/// has them. `output` appears complete or not at all. Throws CheckpointError if `output` is the
+/// folder of the input and would lose tensors or values.
 FSDP_API ConvertReport convert_checkpoint(
     const std::filesystem::path& input,
     const std::filesystem::path& output,

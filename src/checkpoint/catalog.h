@@ -62,8 +62,8 @@ struct Catalog {
 /// or stored twice, or if a file is too short. Reads no tensor data.
 Catalog open_catalog(const Path& path);
 
-/// Returns the checkpoint that a user means by `path`: a checkpoint, or the folder of a series,
-/// which stands for its latest checkpoint. Throws CheckpointError if there is none.
+/// Returns the checkpoint that a user means by `path`: a checkpoint, or the folder of a series or
+/// of a run, which stands for its latest checkpoint. Throws CheckpointError if there is none.
 Path find_checkpoint(const Path& path);
 
 /// Throws CheckpointError if a file of `file_bytes` ends before the piece does.

@@ -167,6 +167,10 @@ std::future<void> CheckpointSeries::async_save(
   return detail::async_save(state, path, options, series_steps(root_, path, options_));
 }
 
+void CheckpointSeries::remove_leftovers() const {
+  detail::remove_leftovers(root_, kPrefix);
+}
+
 std::optional<std::filesystem::path> CheckpointSeries::latest() const {
   auto saved = complete_ones(root_);
   sort_newest_first(saved);

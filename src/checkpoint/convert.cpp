@@ -46,6 +46,16 @@ Catalog select(Catalog catalog, const std::optional<std::string>& only) {
   return catalog;
 }
 
+/// Throws CheckpointError if the output would replace the input and hold less than it.
+void check_nothing_lost(const Catalog& input, size_t tensors, size_t values, const Path& output) {
+  FSDP_CHECK_AS(
+      CheckpointError,
+      tensors + values == 0 || !is_folder(output) ||
+          Folder(output).identity() != input.opened->identity(),
+      output.string(), " would be replaced by a part of itself: ", tensors, " tensors and ", values,
+      " values would be lost; write to another folder");
+}
+
 std::vector<OutputFile> full_files(
     const HfLayout& layout, const Catalog& input, const Catalog& output) {
   std::vector<OutputFile> files;
@@ -143,7 +153,14 @@ ConvertReport convert_checkpoint(
   const bool full = options.format == ConvertOptions::Format::full;
   at::NoGradGuard no_grad;
   const auto rename = renaming_by(options.names);
-  const auto input = select(open_catalog(find_checkpoint(input_path)), options.only);
+  const auto place = find_checkpoint(input_path);
+  auto all = open_catalog(place);
+  const auto num_tensors = all.tensors.size();
+  const auto num_values = all.values.size();
+  const auto input = select(std::move(all), options.only);
+  check_nothing_lost(
+      input, num_tensors - input.tensors.size(), num_values - (full ? 0 : input.values.size()),
+      output_path);
   FSDP_CHECK_AS(
       CheckpointError, !full || !input.tensors.empty(), input_path.string(), " holds no tensors");
   auto output = renamed(input, rename, options.dtype);
@@ -175,7 +192,8 @@ ConvertReport convert_checkpoint(
   ConvertReport report{
       .num_files = static_cast<int64_t>(files.size()),
       .num_tensors = static_cast<int64_t>(output.tensors.size()),
-      .values_left_out = full ? static_cast<int64_t>(output.values.size()) : 0};
+      .values_left_out = full ? static_cast<int64_t>(output.values.size()) : 0,
+      .input = place};
   for (const auto& tensor : output.tensors) {
     report.bytes += tensor_bytes(tensor.sizes, tensor.dtype).value();
   }

@@ -207,6 +207,11 @@ void Folder::check_not_replaced() const {
       path_.string(), " was replaced by another while it was read: try again");
 }
 
+std::pair<int64_t, int64_t> Folder::identity() const {
+  const auto status = status_of(fd_, path_);
+  return {static_cast<int64_t>(status.st_dev), static_cast<int64_t>(status.st_ino)};
+}
+
 bool path_exists(const Path& path) {
   struct stat info{};
   return lstat(path.c_str(), &info) == 0;

@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/fd.h"
@@ -84,6 +85,8 @@ class Folder {
   /// Throws CheckpointError if the path leads to another folder by now. Call this after a file in
   /// the folder was opened, and before the file is trusted.
   void check_not_replaced() const;
+  /// Equal for two paths of the same folder.
+  std::pair<int64_t, int64_t> identity() const;
 
  private:
   Path path_;

@@ -45,6 +45,9 @@ Path find_checkpoint(const Path& path) {
   if (const auto latest = CheckpointSeries(path).latest()) {
     return *latest;
   }
+  if (const auto of_run = path / "checkpoints"; is_folder(of_run)) { // of `fsdp train`
+    return find_checkpoint(of_run);
+  }
   constexpr size_t kMaxNamed = 3;
   std::vector<std::string> below;
   for (const auto& name : list_folder(path)) {
@@ -57,8 +60,8 @@ Path find_checkpoint(const Path& path) {
   FSDP_THROW(
       CheckpointError, path.string(), " holds no checkpoint: neither ", kManifestName,
       " nor a safetensors file is in it, nor a complete step_... folder",
-      below.empty() ? "; give the folder of a checkpoint or of a run's checkpoints, a Hugging Face "
-                      "folder, or a safetensors file"
+      below.empty() ? "; give the folder of a run, of a checkpoint or of a run's checkpoints, a "
+                      "Hugging Face folder, or a safetensors file"
                     : "; did you mean " + join(below, " or ") + "?");
 }
 

@@ -90,6 +90,7 @@ StoredTensor parse_tensor(const json& value, const std::string& file) {
   const auto where = file + ", tensor '" + tensor.name + "'";
   tensor.dtype = dtype_of(json_string(json_field(value, "dtype", where), "dtype", where), where);
   tensor.sizes = json_sizes(json_field(value, "shape", where), "shape", where);
+  check_dims(tensor.sizes, where);
   FSDP_CHECK_AS(
       CheckpointError, tensor_bytes(tensor.sizes, tensor.dtype), where,
       ": its shape has more elements than can be counted");

@@ -143,14 +143,18 @@ std::vector<Path> saves_in(const Path& folder, const std::string& except = "") {
   return saves;
 }
 
-std::string this_process() {
+std::string host_name() {
   std::array<char, 256> host{};
   (void)gethostname(host.data(), host.size() - 1);
+  return host.data();
+}
+
+std::string this_process() {
   char since[32];
   const auto now = std::time(nullptr);
   std::tm parts{};
   (void)std::strftime(since, sizeof(since), "%F %T UTC", gmtime_r(&now, &parts));
-  return c10::str("process ", getpid(), " on ", host.data(), " since ", since);
+  return c10::str("process ", getpid(), " on ", host_name(), " since ", since);
 }
 
 /// Locks the folder for this save. Makes it if it is not there.
@@ -245,12 +249,13 @@ Path Publication::folder() const {
   return target.string() + kSavingSuffix;
 }
 
-void remove_leftovers(const Path& parent, const std::string& name_begin, int64_t now) {
+void remove_leftovers(
+    const Path& parent, const std::string& name_begin, std::optional<int64_t> now) {
   for (const auto& name : list_folder(parent.empty() ? Path(".") : parent)) {
     const bool saving = name.ends_with(kSavingSuffix);
     const auto folder = parent / name;
     if (!name.starts_with(name_begin) || !(saving || name.ends_with(kRemovingSuffix)) ||
-        now - changed_at(folder) < kQuietSeconds) {
+        (now && *now - changed_at(folder) < kQuietSeconds)) {
       continue;
     }
     quietly([&] { // another saver may be faster
@@ -259,6 +264,10 @@ void remove_leftovers(const Path& parent, const std::string& name_begin, int64_t
         lock = File::create(folder / "lock");
       }
       if (lock && !lock->try_lock()) {
+        return;
+      }
+      const auto here = " on " + host_name() + " since ";
+      if (!now && saving && !(lock && read_text(folder / "lock").find(here) != std::string::npos)) {
         return;
       }
       const auto target = parent / name.substr(0, name.rfind('.'));

@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,7 +29,9 @@ namespace fsdp::detail {
 //
 // The lock refuses a second saver of TARGET. If the lock is free, whoever held it is dead: the next
 // save puts old/ back if TARGET is missing, and removes the rest. A series also removes what dead
-// saves of other checkpoints left, if nothing has changed there for a minute.
+// saves of other checkpoints left, if nothing has changed there for a minute: file systems exist
+// where one machine does not see another's locks. A run that is resumed need not wait for this
+// minute if the lock is from a process of its own machine.
 
 /// One save, as one rank sees it.
 struct Publication {
@@ -84,8 +87,10 @@ void discard(const Publication& publication);
 std::string give_up(const Publication& publication, const std::string& reason);
 
 /// Removes what dead saves have left in `parent` under names that begin so, if nothing has changed
-/// there for a minute before `now`, a time of that file system.
-void remove_leftovers(const Path& parent, const std::string& name_begin, int64_t now);
+/// there for a minute before `now`, a time of that file system. Without `now`, removes what is
+/// known to be dead at once: saves of this machine whose lock is free.
+void remove_leftovers(
+    const Path& parent, const std::string& name_begin, std::optional<int64_t> now = {});
 
 /// For tests: false is as on a file system that cannot exchange two folders.
 extern bool has_exchange;

@@ -47,6 +47,7 @@ SafetensorsEntry parse_entry(
   SafetensorsEntry entry{.name = name};
   entry.dtype = dtype_of(json_string(json_field(value, "dtype", where), "dtype", where), where);
   entry.sizes = json_sizes(json_field(value, "shape", where), "shape", where);
+  check_dims(entry.sizes, where);
   const auto offsets = json_sizes(json_field(value, "data_offsets", where), "data_offsets", where);
   const auto bytes = tensor_bytes(entry.sizes, entry.dtype);
   FSDP_CHECK_AS(CheckpointError, bytes, where, ": its shape has more elements than can be counted");
@@ -87,6 +88,12 @@ at::ScalarType dtype_of(const std::string& name, const std::string& where) {
     }
   }
   FSDP_THROW(CheckpointError, where, ": unknown dtype '", name, "'");
+}
+
+void check_dims(const std::vector<int64_t>& sizes, const std::string& where) {
+  FSDP_CHECK_AS(
+      CheckpointError, sizes.size() <= kMaxDims, where, ": has ", sizes.size(), " dims, more than ",
+      kMaxDims);
 }
 
 std::optional<int64_t> tensor_bytes(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
@@ -189,6 +196,7 @@ std::string layout_safetensors(SafetensorsHeader& header, const std::string& fil
   int64_t end = 0;
   for (auto& entry : header.entries) {
     const auto where = file + ", tensor '" + entry.name + "'";
+    check_dims(entry.sizes, where);
     entry.offset = end;
     FSDP_CHECK_AS(
         CheckpointError, !__builtin_add_overflow(end, entry.bytes(), &end), where, ": too large");

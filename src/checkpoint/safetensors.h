@@ -21,6 +21,12 @@ namespace fsdp::detail {
 std::string dtype_name(at::ScalarType dtype, const std::string& where);
 at::ScalarType dtype_of(const std::string& name, const std::string& where);
 
+/// Torch's own limit, above which many of its operators fail. Copying takes time for each row and
+/// each dim, so a small file with very many of both would take hours.
+inline constexpr size_t kMaxDims = 64;
+/// Throws a CheckpointError that names `where` if there are more dims.
+void check_dims(const std::vector<int64_t>& sizes, const std::string& where);
+
 /// Returns the bytes of a tensor, or nothing if int64_t cannot hold their number or a size is
 /// negative.
 std::optional<int64_t> tensor_bytes(const std::vector<int64_t>& sizes, at::ScalarType dtype);

@@ -206,5 +206,35 @@ TEST(CheckpointSeries, AFailedSaveRemovesNothing) {
   EXPECT_EQ(steps_of(series), (std::vector<int64_t>{3}));
 }
 
+/// A run that is resumed asks for this, and cannot wait for a minute.
+TEST(CheckpointSeries, RemovesWhatDeadSavesOfThisMachineLeft) {
+  const auto root = temporary_folder();
+  char host[256] = {};
+  ASSERT_EQ(gethostname(host, sizeof(host) - 1), 0);
+  const auto left_by = [&](const char* name, const std::string& lock) {
+    const auto folder = root + "/" + name;
+    detail::make_folder(folder);
+    detail::make_folder(folder + "/id");
+    set_file_text(folder + "/lock", lock);
+    return folder;
+  };
+  const auto here = c10::str("process 1 on ", host, " since 2026-01-01 00:00:00 UTC");
+  const auto dead = left_by("step_00000001.fsdp-saving", here);
+  const auto alive = left_by("step_00000002.fsdp-saving", here);
+  const auto lock = detail::File::create(alive + "/lock");
+  ASSERT_TRUE(lock.try_lock());
+  const auto elsewhere = left_by("step_00000003.fsdp-saving", "process 1 on another since 2026");
+  const auto begun = left_by("step_00000004.fsdp-saving", "");
+  const auto removing = left_by("step_00000005.fsdp-removing", "");
+  const auto mine = left_by("mine.fsdp-saving", here);
+  CheckpointSeries(root).remove_leftovers();
+  EXPECT_FALSE(detail::path_exists(dead));
+  EXPECT_FALSE(detail::path_exists(removing));
+  EXPECT_TRUE(detail::path_exists(alive)) << "its lock is held";
+  EXPECT_TRUE(detail::path_exists(elsewhere)) << "its lock may not be seen here";
+  EXPECT_TRUE(detail::path_exists(begun)) << "its process may be about to lock it";
+  EXPECT_TRUE(detail::path_exists(mine)) << "not of the series";
+}
+
 } // namespace
 } // namespace fsdp

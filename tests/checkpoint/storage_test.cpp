@@ -259,6 +259,14 @@ TEST_P(BadHeaders, AreRefused) {
   EXPECT_TRUE(contains(message, "f.safetensors"));
 }
 
+std::string header_of_dims(size_t dims) {
+  std::string ones;
+  for (size_t i = 0; i < dims; ++i) {
+    ones += i > 0 ? ",1" : "1";
+  }
+  return R"({"a":{"dtype":"U8","shape":[)" + ones + R"(],"data_offsets":[0,1]}})";
+}
+
 const std::string kGood = R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})";
 
 INSTANTIATE_TEST_SUITE_P(
@@ -271,6 +279,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadHeader{"broken", safetensors_file("{\"a\":", 8)},
         BadHeader{"not a JSON object", safetensors_file("[]", 8)},
         BadHeader{"nested too deep", safetensors_file(std::string(1000, '['), 8)},
+        BadHeader{"has 65 dims, more than 64", safetensors_file(header_of_dims(65), 1)},
         BadHeader{"truncated", safetensors_file(kGood, 7)},
         BadHeader{"belong to no tensor", safetensors_file(kGood, 9)},
         BadHeader{

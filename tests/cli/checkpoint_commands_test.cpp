@@ -81,11 +81,20 @@ TEST(Inspect, OfASeriesTheLatest) {
   state.insert("w", torch::ones({3}));
   series.save(1, state);
   series.save(2, state);
-  EXPECT_TRUE(contains(inspected(root)["path"].get<std::string>(), "/step_00000002"));
-  const auto above = run({"inspect", root + "/.."});
+  for (const auto* folder : {"", "/.."}) { // the run's folder will do
+    EXPECT_TRUE(contains(inspected(root + folder)["path"].get<std::string>(), "/step_00000002"));
+  }
+  const auto read = converted({root + "/..", root + "/../../hf"});
+  EXPECT_TRUE(contains(read, "read      "));
+  EXPECT_TRUE(contains(read, "/checkpoints/step_00000002\n"));
+  const auto above = run({"inspect", root + "/step_00000002/../../../run/.."});
   EXPECT_EQ(above.exit_code, 4);
-  EXPECT_TRUE(contains(above.output, "did you mean "));
-  EXPECT_TRUE(contains(above.output, "/checkpoints?"));
+  EXPECT_TRUE(contains(above.output, " holds no checkpoint: neither "));
+  const auto other = temporary_folder();
+  CheckpointSeries(other + "/mine").save(1, state);
+  const auto close = run({"inspect", other});
+  EXPECT_EQ(close.exit_code, 4);
+  EXPECT_TRUE(contains(close.output, "did you mean " + other + "/mine?"));
   // The latest is damaged: not to be passed over for an older one.
   set_file_text(root + "/step_00000002/rank_00000.safetensors", "short");
   EXPECT_EQ(run({"verify", root}).exit_code, 1);
@@ -104,7 +113,7 @@ TEST(Inspect, RefusesWhatIsNoCheckpoint) {
     const auto here = run_script(c10::str("cd ", folder, " && ", kTool, " ", command, " ."));
     EXPECT_EQ(here.exit_code, 4);
     EXPECT_TRUE(contains(here.output, ". holds no checkpoint: neither manifest.json nor a "));
-    EXPECT_TRUE(contains(here.output, "; give the folder of a checkpoint or of a run's "));
+    EXPECT_TRUE(contains(here.output, "; give the folder of a run, of a checkpoint or "));
   }
 }
 
@@ -221,6 +230,22 @@ TEST(Convert, ToFullAndBackBitForBit) {
   EXPECT_TRUE(leftovers(path.substr(0, path.rfind('/'))).empty());
 }
 
+TEST(Inspect, OneLongNameDoesNotWidenAllRows) {
+  const auto path = temporary_folder() + "/checkpoint";
+  StateDict state;
+  state.insert(std::string(10'000, 'n'), torch::ones({1}));
+  for (int64_t i = 0; i < 1000; ++i) {
+    state.insert(c10::str("name", i), torch::ones({1}));
+  }
+  save(state, path);
+  const auto ended = run({"inspect", path});
+  EXPECT_EQ(ended.exit_code, 0);
+  EXPECT_LT(ended.output.size(), 400'000u);
+  // Following one way after another would overflow the stack.
+  const auto renamed = run({"convert", path, path + "_out", "--rename", "(.*)=$1"});
+  EXPECT_EQ(renamed.exit_code, 0) << renamed.output;
+}
+
 TEST(Convert, ChangesDtypesAndNames) {
   const auto path = saved();
   converted(
@@ -272,6 +297,10 @@ TEST(Convert, RefusesWhatMakesNoSense) {
   refused({out + ".safetensors"}, "choose a name without .safetensors");
   EXPECT_FALSE(detail::path_exists(out));
   refused({path, "--format", "sharded"}, "is there already", 4);
+  refused({path, "--overwrite"}, "0 tensors and 1 values would be lost; write to another", 4);
+  refused(
+      {path + "/.", "--format", "sharded", "--only", "rows|step", "--overwrite"},
+      "would be replaced by a part of itself", 4);
   converted({path, path, "--format", "sharded", "--overwrite"}); // in place
   expect_tensors(path);
   // What is damaged is not carried on.

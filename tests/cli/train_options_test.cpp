@@ -367,7 +367,8 @@ TEST(TrainScreen, JsonIsOneObjectPerLine) {
 TEST(TrainScreen, GenerateGoesOnFromACheckpoint) {
   const auto run_folder = temporary_folder() + "/run";
   ASSERT_EQ(run(tiny_options(text_file(), {"--run", run_folder, "--quiet"})).exit_code, 0);
-  const Words words{"generate", "--checkpoint", run_folder, "--prompt", "for (", "--tokens", "20"};
+  const auto checkpoint = run_folder + "/checkpoints/step_00000030";
+  const Words words{"generate", "--checkpoint", checkpoint, "--prompt", "for (", "--tokens", "20"};
   const auto once = run(words);
   EXPECT_EQ(once.exit_code, 0) << once.output;
   EXPECT_EQ(once.output.find("for ("), 0u) << once.output;

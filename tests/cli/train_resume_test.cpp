@@ -271,6 +271,79 @@ TEST(TrainResume, RefusesACheckpointOfAnotherRun) {
   refused({"--save-every", "-1"}, "--save-every -1: it must be 0 or more");
 }
 
+/// What a killed save leaves, by a process of this machine that is dead.
+void leave_dead_save(const std::string& folder) {
+  EXPECT_EQ(
+      run_script(
+          "mkdir -p " + folder + "/id/data && echo -n \"process 1 on $(hostname) since x\" > " +
+          folder + "/lock")
+          .exit_code,
+      0);
+}
+
+TEST(TrainResume, SaysWhichNewerCheckpointItSkips) {
+  const auto run_folder = temporary_folder() + "/run";
+  ASSERT_EQ(
+      run(short_run(text_file(), {"--run", run_folder, "--save-every", "10", "--quiet"})).exit_code,
+      0);
+  const auto newest = step_folder(run_folder, "20");
+  for (const auto& words : std::vector<std::vector<std::string>>{
+           {"convert", newest, newest, "--overwrite"},
+           {"convert", run_folder, newest, "--overwrite", "--format", "sharded", "--dtype", "bf16"},
+           {"convert", step_folder(run_folder, "10"), newest, "--overwrite", "--format",
+            "sharded"}}) {
+    const auto refused = run(words);
+    EXPECT_EQ(refused.exit_code, 2) << refused.output;
+    EXPECT_TRUE(contains(refused.output, newest + " is a checkpoint of a training run, which "));
+    EXPECT_TRUE(contains(refused.output, "write to another folder"));
+  }
+  const auto same = run({"convert", newest, newest, "--overwrite", "--format", "sharded"});
+  EXPECT_EQ(same.exit_code, 0) << same.output;
+  const auto good = run({"train", "--resume", run_folder, "--quiet"});
+  EXPECT_EQ(good.exit_code, 0) << good.output;
+  EXPECT_FALSE(contains(good.output, "skipped"));
+  leave_dead_save(run_folder + "/checkpoints/step_00000015.fsdp-saving");
+  std::ofstream(newest + "/manifest.json") << "{}";
+  const auto damaged = run({"train", "--resume", run_folder, "--quiet"});
+  EXPECT_EQ(damaged.exit_code, 0) << damaged.output;
+  EXPECT_TRUE(contains(damaged.output, "a newer checkpoint is skipped: " + newest));
+  EXPECT_TRUE(contains(damaged.output, "is damaged"));
+  EXPECT_TRUE(contains(damaged.output, "going on from " + step_folder(run_folder, "10")));
+  EXPECT_EQ(listing(run_folder + "/checkpoints"), "latest step_00000010 step_00000020");
+}
+
+TEST(Generate, TakesWhatInspectTakesAndWhatConvertWrites) {
+  const auto run_folder = temporary_folder() + "/run";
+  ASSERT_EQ(run(short_run(text_file(), {"--run", run_folder, "--quiet"})).exit_code, 0);
+  const auto generated = [&](const std::string& path) {
+    return run({"generate", "--checkpoint", path, "--prompt", "for (int i", "--tokens", "8"});
+  };
+  const auto checkpoint = step_folder(run_folder, "20");
+  const auto text = generated(checkpoint);
+  EXPECT_EQ(text.exit_code, 0) << text.output;
+  for (const auto& folder : {run_folder, run_folder + "/checkpoints"}) {
+    const auto same = generated(folder);
+    EXPECT_EQ(same.exit_code, 0) << same.output;
+    EXPECT_TRUE(contains(same.output, "fsdp: generating with " + checkpoint + "\n"));
+    EXPECT_TRUE(contains(same.output, text.output));
+    EXPECT_EQ(run({"inspect", folder}).exit_code, 0);
+    EXPECT_EQ(run({"verify", folder}).exit_code, 0);
+  }
+  const auto out = run_folder + "/../out";
+  ASSERT_EQ(
+      run({"convert", run_folder, out, "--format", "sharded", "--only", "(model|config)\\..*"})
+          .exit_code,
+      0);
+  EXPECT_EQ(generated(out).output, text.output);
+  const auto resumed = run({"train", "--resume", out, "--no-save"});
+  EXPECT_EQ(resumed.exit_code, 4) << resumed.output;
+  EXPECT_TRUE(contains(resumed.output, "not one of fsdp train"));
+  ASSERT_EQ(run({"convert", run_folder, out + "_hf"}).exit_code, 0);
+  const auto refused = generated(out + "_hf");
+  EXPECT_EQ(refused.exit_code, 2) << refused.output;
+  EXPECT_TRUE(contains(refused.output, "converted with --format sharded"));
+}
+
 TEST(TrainResume, SaysWhereItCannotSave) {
   const auto folder = temporary_folder();
   std::ofstream(folder + "/file") << "in the way";
