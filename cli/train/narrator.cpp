@@ -20,7 +20,10 @@ std::string traffic_text(const Plan& plan) {
   std::string text;
   for (const auto& kind : plan.traffic) {
     text += (text.empty() ? "" : ", ") + plural(kind.count, kind.op) + " of " +
-            binary_size(kind.bytes) + " in all" + (kind.axis == "tp" ? " for tp" : "");
+            binary_size(kind.bytes) + " in all" +
+            (kind.axis == "tp"    ? " for tp"
+             : kind.axis == "all" ? " for loss and norm"
+                                  : "");
   }
   return text.empty() ? "nothing to send" : text;
 }
@@ -42,7 +45,8 @@ void Narrator::print(const Json& json) {
   std::cout << json.dump(-1, ' ', false, Json::error_handler_t::replace) << std::endl;
 }
 
-void Narrator::plan(const Plan& plan, int64_t shard_bytes, const std::string& backend) {
+void Narrator::plan(
+    const Plan& plan, const Fit& fit, int64_t shard_bytes, const std::string& backend) {
   const auto& config = options_.identity.config;
   const auto& dims = config.model;
   const auto mesh = config.mesh.value_or(MeshShape{});
@@ -59,6 +63,8 @@ void Narrator::plan(const Plan& plan, int64_t shard_bytes, const std::string& ba
          {"state_bytes", plan.state_bytes},
          {"activation_bytes", plan.activation_bytes},
          {"peak_bytes", plan.peak_bytes},
+         {"host_bytes", plan.host_bytes},
+         {"fits", fit.fits},
          {"traffic", traffic_json(plan)},
          {"groups", groups_json(plan)}});
   }
@@ -86,6 +92,9 @@ void Narrator::plan(const Plan& plan, int64_t shard_bytes, const std::string& ba
           config.offload ? " (they are on the host)" : "", ", ", binary_size(plan.largest_group),
           " for the largest group, once it is gathered, ", binary_size(plan.activation_bytes),
           " of activations; ", binary_size(plan.padding_bytes), " is padding"));
+  if (options_.dry_run || !fit.fits) {
+    screen_.labelled(fit.fits ? "fits" : "too large", fit.text);
+  }
   screen_.labelled("traffic", "per step and rank: " + traffic_text(plan));
   screen_.labelled(
       "run", c10::str(

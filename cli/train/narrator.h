@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cli/train/corpus.h"
+#include "cli/train/fit.h"
 #include "cli/train/metrics.h"
 #include "cli/train/options.h"
 #include "cli/train/plan.h"
@@ -31,7 +32,7 @@ class Narrator {
   Narrator(const TrainOptions& options, bool prints);
 
   /// Prints the sizes, memory and traffic that the run will have.
-  void plan(const Plan& plan, int64_t shard_bytes, const std::string& backend);
+  void plan(const Plan& plan, const Fit& fit, int64_t shard_bytes, const std::string& backend);
   void text(const Corpus& corpus);
   void resumed(const SavedRun& saved, const Lost& lost);
   void begin(int64_t steps_before);

@@ -137,6 +137,7 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
   command.add_flag(
       "--activation-checkpointing", config.activation_checkpointing,
       "Recompute each block in backward, to save memory");
+  command.add_flag("--force", options.force, "Begin even if the plan does not fit into memory");
 }
 
 void add_file_options(CLI::App& command, TrainOptions& options) {

@@ -26,7 +26,8 @@ struct TrainOptions {
   bool quiet = false;
   bool json = false;
   bool dry_run = false;
-  std::string run; // the folder; empty: runs/<date and time>
+  bool force = false; // begin even if the plan does not fit into memory
+  std::string run;    // the folder; empty: runs/<date and time>
   std::string resume;
   bool go_on = false; // with the run in the folder, if there is one
   int restarts = 0;
@@ -39,6 +40,11 @@ struct TrainOptions {
 
   bool saves() const {
     return !no_save && !dry_run;
+  }
+  /// Call it after `resolve_folder_options`.
+  bool saves_on_the_way() const {
+    const auto every = save_every.value_or(0);
+    return !no_save && every > 0 && every < identity.config.steps;
   }
 };
 

@@ -18,6 +18,16 @@ int64_t bytes_of(const std::string& dtype) {
   return static_cast<int64_t>(c10::elementSize(dtype_of(dtype)));
 }
 
+int64_t reduce_bytes_of(const TrainConfig& config) {
+  return bytes_of(config.reduce_dtype.empty() ? config.param_dtype : config.reduce_dtype);
+}
+
+/// Over how many ranks a block is divided between forward and backward; 0 if it stays whole.
+int64_t ranks_after_forward(const TrainConfig& config, const MeshShape& mesh) {
+  const auto shard = static_cast<int>(mesh.shard);
+  return config.reshard_after_forward.is_auto() ? shard : config.reshard_after_forward.ranks(shard);
+}
+
 /// Adds a parameter to its group. Tensor parallelism divides the columns of the projections back
 /// into the residual stream, and the rows of the other matrices; see `parallelize`.
 void add_param(
@@ -32,6 +42,8 @@ void add_param(
   const auto row = param.numel() / param.size(0) / (by_columns ? mesh.tensor : 1);
   const auto padded = rounded_up(rows, mesh.shard);
   group.numel += param.numel();
+  group.num_params += 1;
+  group.num_matrices += is_divided ? 1 : 0;
   group.shard_bytes += padded / mesh.shard * row * 4;
   group.gathered_bytes += padded * row * param_bytes;
   group.padding_bytes += (padded - rows) * row * param_bytes;
@@ -83,6 +95,30 @@ TrafficPlan plan_tensor_traffic(const TrainConfig& config, const MeshShape& mesh
   return reduces;
 }
 
+/// The small all-reduces in a step. The loss and two signals are averaged over all ranks. The norm
+/// of the gradients takes the norm of each parameter, over each axis that divides it. In fp16 each
+/// axis shares whether a gradient is finite. Numbers are doubles, but for that one.
+TrafficPlan plan_small_traffic(const Plan& plan, const TrainConfig& config, const MeshShape& mesh) {
+  TrafficPlan reduces{.op = "all-reduce", .axis = "all"};
+  const auto add = [&](bool is_made, int64_t bytes) {
+    reduces.count += is_made ? 1 : 0;
+    reduces.bytes += is_made ? bytes : 0;
+  };
+  int64_t num_params = 0;
+  int64_t num_matrices = 0;
+  for (const auto& group : plan.groups) {
+    num_params += group.num_params;
+    num_matrices += group.num_matrices;
+  }
+  add(mesh.ranks() > 1, 3 * 8);
+  add(mesh.shard > 1, num_params * 8);
+  add(mesh.tensor > 1, num_matrices * 8);
+  for (const auto ranks : {mesh.replicate, mesh.shard, mesh.tensor}) {
+    add(ranks > 1 && config.param_dtype == "fp16", 4);
+  }
+  return reduces;
+}
+
 std::vector<TrafficPlan> plan_traffic(
     const Plan& plan, const TrainConfig& config, const MeshShape& mesh, int64_t reduce_bytes) {
   TrafficPlan gathers{.op = "all-gather", .axis = "shard"};
@@ -107,7 +143,9 @@ std::vector<TrafficPlan> plan_traffic(
     }
   }
   std::vector<TrafficPlan> traffic;
-  for (const auto& kind : {gathers, scatters, reduces, plan_tensor_traffic(config, mesh)}) {
+  for (const auto& kind :
+       {gathers, scatters, reduces, plan_small_traffic(plan, config, mesh),
+        plan_tensor_traffic(config, mesh)}) {
     if (kind.count > 0) {
       traffic.push_back(kind);
     }
@@ -115,27 +153,123 @@ std::vector<TrafficPlan> plan_traffic(
   return traffic;
 }
 
-/// See Note [What a run will take].
-int64_t estimate_activations(const TrainConfig& config, const MeshShape& mesh) {
+/// Bytes of activations on one rank, of the rows that it computes at once.
+struct Activations {
+  int64_t block = 0;      // what autograd keeps of a block
+  int64_t checkpoint = 0; // what it keeps of a block that is computed again in backward
+  int64_t in_block = 0;   // gradients inside of a block, where they are the most
+  int64_t end = 0;        // what it keeps behind the blocks, but for the scores
+  int64_t scores = 0;     // log-softmax, its gradient, and that of the scores
+};
+
+/// What autograd keeps of the operators of the model, counted by hand.
+Activations plan_activations(const TrainConfig& config, const MeshShape& mesh) {
   const auto& dims = config.model;
+  const auto bytes = bytes_of(config.param_dtype);
   const auto tokens = tokens_of_a_part(config, mesh);
-  const auto heads = (dims.heads + 2 * dims.kv_heads) * dims.head_dim() / mesh.tensor;
-  // Inputs and outputs of two norms, projections before and after the rotation, the output of
-  // attention, and the four tensors of SwiGLU.
-  const auto block = 5 * dims.dim + 3 * heads + 4 * dims.hidden / mesh.tensor;
-  const auto kept =
-      config.activation_checkpointing ? dims.layers * dims.dim + block : dims.layers * block;
-  const auto scores = 3 * dims.vocab / mesh.tensor; // scores, softmax and gradient, in fp32
-  return tokens * (kept * bytes_of(config.param_dtype) + scores * 4);
+  const bool on_cpu = config.device == "cpu";
+  const auto wide = bytes * dims.dim; // one vector of the residual stream
+  const auto heads = bytes * dims.dim / mesh.tensor;
+  const auto kv_heads = bytes * dims.kv_heads * dims.head_dim() / mesh.tensor;
+  const auto hidden = bytes * dims.hidden / mesh.tensor;
+  // A norm keeps its input, its output, and the factor of each token. On the CPU it is made of
+  // several operators, so it also keeps the output without the weight, and the input in fp32.
+  const auto norm =
+      2 * wide + 4 + (on_cpu ? wide + (config.param_dtype == "fp32" ? 0 : 4 * dims.dim) : 0);
+  // Attention keeps rotated queries and keys, values, its output, and the sum of each softmax. On
+  // the CPU the output is copied to bring the heads of a token together.
+  const auto attention =
+      heads + 2 * kv_heads + (on_cpu ? 2 : 1) * heads + 4 * dims.heads / mesh.tensor;
+  const auto swiglu = 4 * hidden; // gate, its silu, up, and their product
+  // Inside of a block, the gradients are the most where those of its output, of silu and of up are
+  // there. A product of matrices in 16 bits has one copy more on the CPU.
+  return {
+      .block = tokens * (2 * norm + attention + swiglu),
+      .checkpoint = tokens * wide,
+      .in_block = tokens * (wide + (on_cpu && bytes < 4 ? 3 : 2) * hidden),
+      .end = tokens * norm,
+      .scores = tokens * 3 * 4 * dims.vocab / mesh.tensor};
+}
+
+/// The bytes of a group's parameters and gradients on one rank, in the forms that they take.
+struct GroupBytes {
+  GroupBytes(const GroupPlan& group, const TrainConfig& config, const MeshShape& mesh) {
+    const auto param_bytes = bytes_of(config.param_dtype);
+    const bool alone = mesh.shard == 1;
+    const bool cast = config.param_dtype != "fp32";
+    shard = group.shard_bytes;
+    grads = group.gathered_bytes;
+    // One rank computes with its shards themselves, unless they have to be cast or moved.
+    const bool moves = config.offload && config.device != "cpu";
+    whole = alone && !cast && !moves ? 0 : group.gathered_bytes;
+    sent = !alone && cast ? group.gathered_bytes / mesh.shard : 0;
+    const auto to_reduce = group.gathered_bytes / param_bytes * reduce_bytes_of(config);
+    const bool reduces = !alone || mesh.replicate > 1;
+    reduced = reduces ? to_reduce + (alone ? 0 : to_reduce / mesh.shard) : 0;
+    // Gradients are laid out in their own dtype first if the other one is reduced.
+    laid_out = reduces && reduce_bytes_of(config) != param_bytes ? group.gathered_bytes : 0;
+    accumulated = config.accumulate > 1 ? to_reduce : 0;
+  }
+
+  int64_t shard = 0;
+  int64_t whole = 0;       // the gathered parameters
+  int64_t sent = 0;        // the copy of the shard that a gather sends
+  int64_t grads = 0;       // as autograd makes them
+  int64_t laid_out = 0;    // for a moment, before they are reduced
+  int64_t reduced = 0;     // what reduces them: input and output
+  int64_t accumulated = 0; // of earlier parts, until the last part reduces them
+};
+
+/// Follows backward from one block to the one before, and returns the most that is held on top of
+/// shards and optimizer. See Note [What a run will take].
+int64_t plan_backward(const Plan& plan, const TrainConfig& config, const MeshShape& mesh) {
+  const auto layers = config.model.layers;
+  const auto act = plan_activations(config, mesh);
+  const GroupBytes block(plan.groups.front(), config, mesh);
+  const GroupBytes root(plan.groups.back(), config, mesh);
+  const auto after_forward = ranks_after_forward(config, mesh);
+  const bool keeps = after_forward == 0;
+  const bool accumulates = config.accumulate > 1;
+  const auto kept = config.activation_checkpointing ? act.checkpoint : act.block;
+  const auto again = config.activation_checkpointing ? act.block - act.checkpoint : 0;
+  const auto grads_of_rows = [&](int64_t rows) { // of a matrix with --dim columns
+    return rows / mesh.tensor * config.model.dim * bytes_of(config.param_dtype);
+  };
+  const auto head_grads = grads_of_rows(config.model.vocab);
+  const auto divided = keeps || after_forward == mesh.shard ? 0 : block.whole / after_forward;
+
+  // The loss: nothing of backward is there yet.
+  auto peak = root.whole + (keeps ? layers * block.whole : layers * divided) + layers * kept +
+              act.end + act.scores + layers * block.accumulated + root.accumulated;
+  for (int64_t done = 0; done < layers; ++done) {
+    const auto left = layers - done;
+    const bool is_last = left == 1;
+    const auto waiting = keeps ? (left - 1) * block.whole : is_last ? 0 : block.whole + block.sent;
+    const auto in_flight = done > 0 ? block.reduced : 0;
+    const auto finished = std::max<int64_t>(0, done - 1) * block.shard;
+    const auto around = root.whole + (accumulates ? root.accumulated : head_grads) + waiting +
+                        (left - (keeps ? 0 : 1)) * divided + finished +
+                        (left - 1) * (kept + block.accumulated);
+    // At its beginning all activations of the block are there, at its end all its gradients.
+    const auto begins = block.whole + kept + again + act.in_block + block.accumulated + in_flight +
+                        grads_of_rows(config.model.hidden);
+    const auto ends = block.whole + block.grads + block.accumulated + in_flight;
+    // The whole parameters go before gradients are reduced, and so do the buffers of the block
+    // before.
+    const auto reduces = (accumulates ? block.accumulated : block.grads) + block.laid_out +
+                         block.reduced + (done > 0 ? block.shard : 0);
+    peak = std::max(peak, around + std::max({begins, ends, reduces}));
+  }
+  const auto at_root = layers * block.shard + (accumulates ? root.accumulated : root.grads) +
+                       root.laid_out + root.reduced;
+  return std::max(peak, at_root);
 }
 
 } // namespace
 
-Plan make_plan(const TrainConfig& config, const MeshShape& mesh) {
+Plan make_plan(const TrainConfig& config, const MeshShape& mesh, const PlanFor& what) {
   Plan plan;
   const auto param_bytes = bytes_of(config.param_dtype);
-  const auto reduce_bytes =
-      config.reduce_dtype.empty() ? param_bytes : bytes_of(config.reduce_dtype);
   plan.groups = plan_groups(config.model, mesh, param_bytes);
   for (const auto& group : plan.groups) {
     plan.num_params += group.numel;
@@ -143,22 +277,26 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh) {
     plan.gathered_bytes += group.gathered_bytes;
     plan.padding_bytes += group.padding_bytes;
   }
-  plan.traffic = plan_traffic(plan, config, mesh, reduce_bytes);
+  plan.traffic = plan_traffic(plan, config, mesh, reduce_bytes_of(config));
+  plan.largest_group =
+      std::max(plan.groups.front().gathered_bytes, plan.groups.back().gathered_bytes);
 
-  const auto block = plan.groups.front().gathered_bytes;
-  const auto root = plan.groups.back().gathered_bytes;
-  plan.largest_group = std::max(block, root);
-  const bool keeps = !config.reshard_after_forward.is_auto() &&
-                     config.reshard_after_forward.ranks(static_cast<int>(mesh.shard)) == 0;
-  const auto shard = plan.shard_bytes;
-  plan.state_bytes = config.offload ? 0 : 4 * shard; // offload keeps it on the host
-  plan.activation_bytes = estimate_activations(config, mesh);
-  // Gradients that are accumulated stay unsharded until the last part reduces them.
-  const auto whole_grads =
-      config.accumulate > 1 ? plan.gathered_bytes / param_bytes * reduce_bytes : 0;
-  const auto in_backward = (keeps ? plan.gathered_bytes + block : 3 * block + root) +
-                           block / param_bytes * reduce_bytes + whole_grads;
-  plan.peak_bytes = plan.state_bytes + in_backward + plan.activation_bytes;
+  const auto act = plan_activations(config, mesh);
+  plan.activation_bytes =
+      act.end + act.scores +
+      (config.activation_checkpointing ? config.model.layers * act.checkpoint + act.block
+                                       : config.model.layers * act.block);
+  const bool on_cpu = config.device == "cpu";
+  const bool state_on_host = config.offload && !on_cpu;
+  const auto state = 3 * plan.shard_bytes; // parameters, and two averages of the optimizer
+  const auto grads = plan.shard_bytes;
+  const auto staged = what.saves ? state / mesh.replicate : 0; // the copy that is being written
+  plan.state_bytes = state_on_host ? 0 : state + grads;
+  const auto backward = plan_backward(plan, config, mesh);
+  // The optimizer's step has all gradients and nothing of backward.
+  plan.peak_bytes = (state_on_host ? 0 : state) + std::max(backward, state_on_host ? 0 : grads) +
+                    (on_cpu ? staged : 0);
+  plan.host_bytes = on_cpu ? 0 : staged + (state_on_host ? state + grads : 0);
   return plan;
 }
 

@@ -17,21 +17,38 @@ struct GroupPlan {
   int64_t shard_bytes = 0;    // while sharded, on the rank with the most
   int64_t gathered_bytes = 0; // while gathered, in the dtype of compute, with padding
   int64_t padding_bytes = 0;  // the padding in `gathered_bytes`
+  int64_t num_params = 0;     // how many parameters, not their elements
+  int64_t num_matrices = 0;   // those of them that tensor parallelism divides
 };
 
 /// The collectives of one kind that each rank makes in one step.
 struct TrafficPlan {
   std::string op;
-  std::string axis; // of the mesh, with its name in --mesh
+  std::string axis; // of the mesh, with its name in --mesh; "all" for loss and norm, over any axis
   int64_t count = 0;
   int64_t bytes = 0; // in all; of input and output the larger one counts
 };
 
+/// What a plan is for, beside the configuration.
+struct PlanFor {
+  bool saves = false; // on the way, while training goes on
+};
+
 /// Note [What a run will take]
-/// The plan is computed from the sizes of the model, before the model is built. The peak is FSDP2's
-/// own bound plus the optimizer's state: forward holds a block gathered, its copy, and the next
-/// block gathered; backward also holds the gradients of a block. Activations are an estimate: they
-/// are what autograd keeps of the operators of a block, counted by hand.
+/// The plan is computed from the sizes of the model, before the model is built. Its peak is what
+/// `memory_stats` counts: the tensors of one rank, on the device where it trains.
+/// - Shards and the optimizer's two averages are always there, in fp32. A save that is under way
+///   has a copy of them in host memory.
+/// - Activations are what autograd keeps of the operators of each block, counted by hand. With
+///   activation checkpointing it keeps the input of each block, and all of the block that backward
+///   is at.
+/// - The loss has the activations of all blocks, and three tensors of scores in fp32.
+/// - Backward goes from the last block to the first. Activations go away, sharded gradients come.
+///   Meanwhile there are: this block gathered and the next one, the gradients of this block, the
+///   buffers that reduce those of the block before, and the root's parameters.
+/// - Gradients that are accumulated stay unsharded until the last part reduces them.
+/// - The optimizer's step has the sharded gradients of all blocks.
+/// The peak is that of the moment that has the most. tests/cli/plan_test.cpp measures it.
 struct Plan {
   int64_t num_params = 0;
   std::vector<GroupPlan> groups;
@@ -43,9 +60,10 @@ struct Plan {
   int64_t state_bytes = 0;   // shards, gradients and optimizer
   int64_t activation_bytes = 0;
   int64_t peak_bytes = 0;
+  int64_t host_bytes = 0; // in the host's memory, if the rank trains on another device
 };
 
-Plan make_plan(const TrainConfig& config, const MeshShape& mesh);
+Plan make_plan(const TrainConfig& config, const MeshShape& mesh, const PlanFor& what = {});
 /// The groups as the content of groups.json.
 nlohmann::ordered_json groups_json(const Plan& plan);
 

@@ -23,6 +23,7 @@
 #include "cli/invocation.h"
 #include "cli/report/report.h"
 #include "cli/train/corpus.h"
+#include "cli/train/fit.h"
 #include "cli/train/narrator.h"
 #include "cli/train/options.h"
 #include "cli/train/plan.h"
@@ -146,7 +147,10 @@ void show_result(
 
 /// Runs one rank from the beginning to the end, and returns the exit code. Rank 0 reports the run.
 int train_rank(
-    const TrainOptions& options, const Corpus& corpus, const std::optional<SavedRun>& saved) {
+    const TrainOptions& options,
+    const Fit& fit,
+    const Corpus& corpus,
+    const std::optional<SavedRun>& saved) {
   const auto& config = options.identity.config;
   Trainer trainer(config, corpus, StopSignals::asked);
   RunFolder folder(options);
@@ -157,11 +161,11 @@ int train_rank(
   } else if (saved && saved->has_checkpoint) {
     load_run(*saved, trainer, run);
   }
-  const auto plan = make_plan(config, *config.mesh);
+  const auto plan = make_plan(config, *config.mesh, {.saves = options.saves_on_the_way()});
   StopSignals::expect_within(0); // from here on, no rank may end alone at once
   folder.begin(plan, trainer.device(), run.step);
   Narrator narrator(options, /*prints=*/get_rank() == 0);
-  narrator.plan(plan, trainer.shard_bytes(), default_group().backend_name());
+  narrator.plan(plan, fit, trainer.shard_bytes(), default_group().backend_name());
   narrator.text(corpus);
   if (loaded) {
     if (get_rank() == 0) {
@@ -212,7 +216,9 @@ int dry_run(TrainOptions& options) {
   const auto model = build_sharded(config, TrainMesh(mesh, c10::kCPU));
   options.quiet = false; // the plan is the result
   Narrator narrator(options, /*prints=*/true);
-  narrator.plan(make_plan(config, mesh), shard_bytes(model), "no network");
+  const PlanFor what{.saves = options.saves_on_the_way()};
+  const auto fit = judge(config, mesh, what, find_room(config.device, mesh.ranks()));
+  narrator.plan(make_plan(config, mesh, what), fit, shard_bytes(model), "no network");
   if (corpus) {
     narrator.text(*corpus);
   }
@@ -268,6 +274,7 @@ void resolve_restart(TrainOptions& options) {
   if (num_restarts() > 0) {
     options.go_on = true;
     options.ranks.reset(); // there may be fewer now
+    options.force = true;  // what the lost ranks held may not be free yet
   }
   if (options.go_on && options.resume.empty() && is_file(options.run + "/" + kConfigFile)) {
     options.resume = options.run;
@@ -303,10 +310,18 @@ int train(TrainOptions options) {
     return dry_run(options);
   }
   const bool launched = is_launched();
+  // Before any rank can have joined, and so before any rank allocates.
+  const auto room = find_room(options.device, launched ? local_ranks() : 1);
+  Fit fit;
+  const auto check_memory = [&](const Room& here) {
+    fit = judge(config, *config.mesh, {.saves = options.saves_on_the_way()}, here);
+    check_fit(fit, options.force);
+  };
   if (launched) { // the number of ranks is not known before they meet
     check(config, MeshShape{});
   } else {
-    resolve_mesh(options, saved, std::nullopt);
+    const auto ranks = resolve_mesh(options, saved, std::nullopt).ranks();
+    check_memory(find_room(config.device, ranks));
     if (wants_processes(options)) {
       become_launcher(options);
     }
@@ -324,11 +339,12 @@ int train(TrainOptions options) {
         {.backend = options.device == "cpu" ? "gloo" : "",
          .same = shared_settings(options, corpus, saved)});
     resolve_mesh(options, saved, get_world_size());
-    return train_rank(options, corpus, saved);
+    check_memory(room);
+    return train_rank(options, fit, corpus, saved);
   }
   std::atomic<int> exit_code{0};
   run_ranks(static_cast<int>(config.mesh->ranks()), [&](int) {
-    exit_code = train_rank(options, corpus, saved); // the same on every rank
+    exit_code = train_rank(options, fit, corpus, saved); // the same on every rank
   });
   return exit_code;
 }

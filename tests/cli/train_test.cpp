@@ -169,6 +169,13 @@ TEST(Train, RefusesWordsThatItCannotRead) {
   refused({"generate", "--promt", "x"}, "did you mean --prompt?");
 }
 
+TEST(Train, RefusesWhatDoesNotFitIntoMemory) {
+  const auto ended = run({"train", "--model", "70b", "--ranks", "64", "--batch", "64"});
+  EXPECT_EQ(ended.exit_code, 2) << ended.output;
+  EXPECT_TRUE(contains(ended.output, "fsdp: the run is too large: 64 ranks need about "));
+  EXPECT_TRUE(contains(ended.output, "; --force begins it all the same\n")) << ended.output;
+}
+
 TEST(Train, RefusesDataThatIsNotThere) {
   const auto ended = run({"train", "--data", "/no/such/text"});
   EXPECT_EQ(ended.exit_code, 2);

@@ -1,0 +1,306 @@
+// What a run will take: the plan, next to what steps really did.
+#include "cli/train/plan.h"
+#include "cli/train/fit.h"
+
+#include <fsdp/checkpoint.h>
+#include <fsdp/debug.h>
+#include <fsdp/distributed.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <iostream>
+#include <map>
+
+#include "cli/config/presets.h"
+#include "cli/train/trainer.h"
+#include "support/processes.h"
+#include "support/tensors.h"
+
+namespace fsdp::cli {
+namespace {
+
+using test::contains;
+
+const Corpus& corpus() {
+  static const Corpus text = [] {
+    std::string lines;
+    for (int i = 0; i < 1000; ++i) {
+      lines += "for (int i = 0; i < " + std::to_string(i) + "; ++i) total += row[i];\n";
+    }
+    return Corpus(lines);
+  }();
+  return text;
+}
+
+TrainConfig tiny_config() {
+  TrainConfig config;
+  config.model = {.dim = 16, .layers = 2, .heads = 4, .kv_heads = 2, .hidden = 32};
+  config.context = 16;
+  config.batch = 8;
+  config.steps = 12;
+  return config;
+}
+
+// ------------------------------------------------------------ Traffic
+
+/// How many, and their bytes in all.
+using Traffic = std::map<std::string, std::pair<int64_t, int64_t>>;
+
+/// All that the step of a rank sends.
+Traffic traffic_of(Trainer& trainer) {
+  CommDebugMode comm;
+  trainer.step(0);
+  Traffic seen;
+  for (const auto& call : comm.calls()) {
+    ++seen[call.op].first;
+    seen[call.op].second += call.bytes;
+  }
+  return seen;
+}
+
+Traffic traffic_of(const Plan& plan) {
+  Traffic planned;
+  for (const auto& kind : plan.traffic) {
+    auto op = kind.op;
+    std::replace(op.begin(), op.end(), '-', '_');
+    planned[op].first += kind.count;
+    planned[op].second += kind.bytes;
+  }
+  return planned;
+}
+
+void expect_planned(const TrainConfig& config, const std::string& what) {
+  const auto& mesh = *config.mesh;
+  const auto plan = make_plan(config, mesh);
+  run_ranks(static_cast<int>(mesh.ranks()), [&](int rank) {
+    Trainer trainer(config, corpus());
+    EXPECT_EQ(trainer.num_params(), plan.num_params);
+    if (rank == 0) { // the last ranks may have less
+      EXPECT_EQ(trainer.shard_bytes(), plan.shard_bytes);
+    }
+    EXPECT_EQ(traffic_of(trainer), traffic_of(plan)) << what << " on " << mesh.str();
+  });
+}
+
+TEST(Plan, TrafficIsWhatAStepSends) {
+  auto config = tiny_config();
+  config.model.dim = 24; // padding, over four ranks of shards
+  config.model.hidden = 30;
+  for (const auto& mesh : {MeshShape{.shard = 4}, MeshShape{.replicate = 2, .shard = 2}}) {
+    config.mesh = mesh;
+    expect_planned(config, "plain");
+  }
+}
+
+TEST(Plan, TrafficOfTensorParallelismIsWhatAStepSends) {
+  for (const auto& mesh :
+       {MeshShape{.tensor = 2}, MeshShape{.shard = 2, .tensor = 2},
+        MeshShape{.replicate = 2, .tensor = 2},
+        MeshShape{.replicate = 2, .shard = 2, .tensor = 2}}) {
+    const auto expect_with = [&](const char* what, auto change) {
+      auto config = tiny_config();
+      config.mesh = mesh;
+      change(config);
+      expect_planned(config, what);
+    };
+    expect_with("plain", [](auto&) {});
+    expect_with("tied", [](auto& config) { config.model.tied = true; });
+    expect_with("accumulating", [](auto& config) { config.accumulate = 2; });
+    expect_with("checkpointing", [](auto& config) { config.activation_checkpointing = true; });
+    expect_with("bf16", [](auto& config) { config.param_dtype = "bf16"; });
+    expect_with("fp16", [](auto& config) { config.param_dtype = "fp16"; });
+    expect_with("kept after forward", [](auto& config) { config.reshard_after_forward = false; });
+    expect_with("not clipped", [](auto& config) { config.clip = 0; });
+    expect_with("all of it", [](auto& config) {
+      config.model.tied = true;
+      config.accumulate = 2;
+      config.activation_checkpointing = true;
+      config.param_dtype = "bf16";
+      config.reduce_dtype = "fp32";
+    });
+  }
+}
+
+// ------------------------------------------------------------ Memory
+
+struct Case {
+  const char* name;
+  MeshShape mesh;
+  void (*change)(TrainConfig& config);
+  bool saves = false;
+};
+
+/// The highest peak of a rank, over steps in which the optimizer has its state already.
+int64_t measured_peak(const TrainConfig& config, bool saves) {
+  std::vector<int64_t> peaks(static_cast<size_t>(config.mesh->ranks()));
+  const auto folder = test::temporary_folder();
+  run_ranks(static_cast<int>(config.mesh->ranks()), [&](int rank) {
+    Trainer trainer(config, corpus());
+    for (int64_t step = 0; step < 4; ++step) {
+      const auto peak = trainer.step(step).memory.peak;
+      if (step >= 2) {
+        peaks[rank] = std::max(peaks[rank], peak);
+      }
+      if (saves) {
+        async_save(trainer.state_dict(), folder + "/" + std::to_string(step)).wait();
+      }
+    }
+  });
+  return *std::max_element(peaks.begin(), peaks.end());
+}
+
+/// So that parameters, gradients and their buffers take the most.
+void few_tokens(TrainConfig& config) {
+  config.context = 8;
+  config.batch = 4;
+}
+
+const std::vector<Case> kCases{
+    {"one rank", {}, [](TrainConfig&) {}},
+    {"one rank, bf16", {}, [](TrainConfig& c) { c.param_dtype = "bf16"; }},
+    {"plain", {.shard = 2}, [](TrainConfig&) {}},
+    {"plain", {.shard = 4}, [](TrainConfig&) {}},
+    {"bf16", {.shard = 2}, [](TrainConfig& c) { c.param_dtype = "bf16"; }},
+    {"bf16, reduced in fp32",
+     {.shard = 4},
+     [](TrainConfig& c) {
+       c.param_dtype = "bf16";
+       c.reduce_dtype = "fp32";
+     }},
+    {"fp16", {.shard = 2}, [](TrainConfig& c) { c.param_dtype = "fp16"; }},
+    {"reduced in bf16", {.shard = 2}, [](TrainConfig& c) { c.reduce_dtype = "bf16"; }},
+    {"accumulating", {.shard = 2}, [](TrainConfig& c) { c.accumulate = 4; }},
+    {"accumulating, bf16 reduced in fp32",
+     {.shard = 4},
+     [](TrainConfig& c) {
+       c.param_dtype = "bf16";
+       c.reduce_dtype = "fp32";
+       c.accumulate = 2;
+     }},
+    {"accumulating, one rank", {}, [](TrainConfig& c) { c.accumulate = 4; }},
+    {"offloaded", {.shard = 2}, [](TrainConfig& c) { c.offload = true; }},
+    {"checkpointing", {.shard = 2}, [](TrainConfig& c) { c.activation_checkpointing = true; }},
+    {"checkpointing, bf16",
+     {.shard = 4},
+     [](TrainConfig& c) {
+       c.activation_checkpointing = true;
+       c.param_dtype = "bf16";
+     }},
+    {"kept after forward", {.shard = 4}, [](TrainConfig& c) { c.reshard_after_forward = false; }},
+    {"resharded over two", {.shard = 4}, [](TrainConfig& c) { c.reshard_after_forward = 2; }},
+    {"replicas", {.replicate = 2, .shard = 2}, [](TrainConfig&) {}},
+    {"tensor parallel", {.shard = 2, .tensor = 2}, [](TrainConfig&) {}},
+    {"only tensor parallel", {.tensor = 2}, [](TrainConfig& c) { c.param_dtype = "bf16"; }},
+    {"tied", {.shard = 2}, [](TrainConfig& c) { c.model.tied = true; }},
+    {"few tokens", {.shard = 4}, few_tokens},
+    {"few tokens, one rank", {}, few_tokens},
+    {"few tokens, one rank, bf16",
+     {},
+     [](TrainConfig& c) {
+       few_tokens(c);
+       c.param_dtype = "bf16";
+     }},
+    {"few tokens, bf16 reduced in fp32",
+     {.shard = 4},
+     [](TrainConfig& c) {
+       few_tokens(c);
+       c.param_dtype = "bf16";
+       c.reduce_dtype = "fp32";
+     }},
+    {"few tokens, accumulating",
+     {.shard = 2},
+     [](TrainConfig& c) {
+       few_tokens(c);
+       c.accumulate = 2;
+     }},
+    {"few tokens, kept after forward",
+     {.shard = 4},
+     [](TrainConfig& c) {
+       few_tokens(c);
+       c.reshard_after_forward = false;
+     }},
+    {"few tokens, replicas", {.replicate = 2, .shard = 2}, few_tokens},
+    {"few tokens, tensor parallel", {.shard = 2, .tensor = 2}, few_tokens},
+    {"few tokens, checkpointing, reduced in bf16",
+     {.shard = 2},
+     [](TrainConfig& c) {
+       few_tokens(c);
+       c.activation_checkpointing = true;
+       c.reduce_dtype = "bf16";
+     }},
+    {"wide", {.shard = 2}, [](TrainConfig& c) { c.model.hidden = 1408; }},
+    {"wide, bf16, checkpointing",
+     {.shard = 2},
+     [](TrainConfig& c) {
+       c.model.hidden = 1408;
+       c.param_dtype = "bf16";
+       c.activation_checkpointing = true;
+     }},
+    {"wide, accumulating",
+     {.shard = 4},
+     [](TrainConfig& c) {
+       c.model.hidden = 1408;
+       c.accumulate = 8;
+     }},
+    {"large vocabulary", {.shard = 2}, [](TrainConfig& c) { c.model.vocab = 4096; }},
+    {"large vocabulary, tp",
+     {.shard = 2, .tensor = 2},
+     [](TrainConfig& c) { c.model.vocab = 4096; }},
+    {"saving", {.shard = 2}, [](TrainConfig&) {}, true},
+    {"saving, replicas", {.replicate = 2, .shard = 2}, [](TrainConfig&) {}, true},
+};
+
+/// Prints planned and measured peaks of the cases whose names begin so, and compares them.
+void expect_peaks(const std::string& begin) {
+  for (const auto& [name, mesh, change, saves] : kCases) {
+    if (!std::string(name).starts_with(begin)) {
+      continue;
+    }
+    TrainConfig config;
+    config.model = model_preset("tiny");
+    config.mesh = mesh;
+    config.schedule.lr = 1e-4;
+    change(config);
+    const auto planned = make_plan(config, mesh, {.saves = saves}).peak_bytes;
+    const auto measured = measured_peak(config, saves);
+    const auto ratio = static_cast<double>(planned) / static_cast<double>(measured);
+    std::cout << c10::str(
+                     mesh.str(), " ", name, ": planned ", planned, ", measured ", measured,
+                     ", ratio ", ratio)
+              << std::endl;
+    EXPECT_GE(ratio, 0.95) << name;
+    EXPECT_LE(ratio, 1.10) << name;
+  }
+}
+
+TEST(Plan, PeakIsWhatStepsTake) {
+  expect_peaks("few tokens");
+}
+
+// Takes minutes: cli_tests --gtest_also_run_disabled_tests --gtest_filter=Plan.*
+TEST(Plan, DISABLED_PeakIsWhatStepsTakeInEveryCase) {
+  expect_peaks("");
+}
+
+TEST(Plan, WhatDoesNotFitIsRefusedWithWhatWould) {
+  const Room room{.host = {int64_t{1} << 30, "in a test"}, .device = {}, .ranks = 4};
+  TrainConfig config;
+  config.model = model_preset("tiny");
+  config.device = "cpu";
+  config.mesh = MeshShape{.shard = 4};
+  EXPECT_TRUE(judge(config, *config.mesh, {}, room).fits);
+  config.batch *= 64;
+  const auto wide = judge(config, *config.mesh, {}, room);
+  EXPECT_FALSE(wide.fits);
+  EXPECT_NE(wide.text.find("1.00 GiB are free in a test; it fits with --a"), std::string::npos)
+      << wide.text;
+  EXPECT_THROW(check_fit(wide, /*force=*/false), ConfigError);
+  check_fit(wide, /*force=*/true);
+  config.model = model_preset("70b");
+  const auto large = judge(config, *config.mesh, {}, room);
+  EXPECT_NE(large.text.find("4 ranks need about "), std::string::npos) << large.text;
+  EXPECT_FALSE(large.fits);
+}
+
+} // namespace
+} // namespace fsdp::cli
