@@ -228,12 +228,13 @@ def folder_is_in_use(job, draw):
 
 
 def strangers_connect(job, draw):
-    ports = subprocess.run(['ss', '-tlnH'], capture_output=True, text=True).stdout.split()
-    for address in [word for word in ports if word.startswith('127.0.0.1:')][:20]:
+    lines = [line.split() for line in pathlib.Path('/proc/net/tcp').read_text().splitlines()]
+    listening = [line[1] for line in lines if line[3] == '0A' and line[1].startswith('0100007F')]
+    for address in listening[:20]:
         with socket.socket() as stranger:
             stranger.settimeout(0.2)
             try:
-                stranger.connect(('127.0.0.1', int(address.rsplit(':', 1)[1])))
+                stranger.connect(('127.0.0.1', int(address.split(':')[1], 16)))
                 stranger.send(draw.randbytes(draw.randint(1, 400)))
             except OSError:
                 pass
@@ -302,7 +303,7 @@ def kill_loop(args, folder):
     job = Job(args.tool, folder / 'long', args.steps, nodes=nodes, ranks=4 // nodes).start()
     kills = {'rank': 0, 'launcher of node 0': 0} | ({'node 1': 0} if nodes == 2 else {})
     while sum(kills.values()) < args.kills:
-        time.sleep(draw.uniform(0.3, 6))
+        time.sleep(draw.uniform(0.3, args.pause))
         if set(code for code in (one.poll() for one in job.launchers)) == {0}:
             break  # done before its last kill
         for node, launcher in enumerate(job.launchers):
@@ -339,6 +340,8 @@ def main():
     parser.add_argument('--seed', type=int, default=1, help='[1]')
     parser.add_argument('--steps', type=int, default=150, help='steps of each run [150]')
     parser.add_argument('--kills', type=int, help='instead: kill parts of one long run this often')
+    parser.add_argument('--pause', type=float, default=6,
+                        help='most seconds between two kills [6]')
     parser.add_argument('--faults', help='only those whose name contains this')
     args = parser.parse_args()
     for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):

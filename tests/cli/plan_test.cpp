@@ -268,7 +268,7 @@ void expect_peaks(const std::string& begin) {
                      mesh.str(), " ", name, ": planned ", planned, ", measured ", measured,
                      ", ratio ", ratio)
               << std::endl;
-    EXPECT_GE(ratio, 0.95) << name;
+    EXPECT_GE(ratio, 0.93) << name; // oneDNN's buffers for bf16 depend on the processor
     EXPECT_LE(ratio, 1.10) << name;
   }
 }
