@@ -95,6 +95,10 @@ Child::Child(
       dup2(pipes[1][1], 2);
     }
     ::signal(SIGPIPE, SIG_DFL); // the parent ignores it because of its store
+    // A shell lets its background jobs ignore SIGINT. A rank must obey what the launcher passes on,
+    // also before it has handlers of its own.
+    ::signal(SIGINT, SIG_DFL);
+    ::signal(SIGTERM, SIG_DFL);
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, nullptr);

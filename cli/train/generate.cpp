@@ -53,9 +53,6 @@ int generate(const GenerateOptions& options) {
   check(options);
   const auto saved = find_saved_run(options.checkpoint, "--checkpoint", /*model_only=*/true);
   warn_of_skipped(saved);
-  if (saved.path != options.checkpoint) { // on stderr: standard output is the text alone
-    std::cerr << "fsdp: generating with " << printable(saved.path.string()) << std::endl;
-  }
   run_ranks(1, [&](int) {
     auto model = load_model(saved);
     sample(
