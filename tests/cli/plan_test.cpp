@@ -1,6 +1,7 @@
 // What a run will take: the plan, next to what steps really did.
 #include "cli/train/plan.h"
 #include "cli/train/fit.h"
+#include "cli/train/free_memory.h"
 
 #include <fsdp/checkpoint.h>
 #include <fsdp/debug.h>
@@ -12,6 +13,7 @@
 #include <map>
 
 #include "cli/config/presets.h"
+#include "cli/files.h"
 #include "cli/train/trainer.h"
 #include "support/processes.h"
 #include "support/tensors.h"
@@ -300,6 +302,40 @@ TEST(Plan, WhatDoesNotFitIsRefusedWithWhatWould) {
   const auto large = judge(config, *config.mesh, {}, room);
   EXPECT_NE(large.text.find("4 ranks need about "), std::string::npos) << large.text;
   EXPECT_FALSE(large.fits);
+}
+
+// ------------------------------------------------------------ Free memory
+
+/// A folder with proc and sys of a machine that has 8 MiB available.
+std::string small_machine(const std::string& groups) {
+  const auto root = test::temporary_folder();
+  const auto write = [&](const std::string& path, const std::string& text) {
+    make_folders(std::filesystem::path(root + path).parent_path());
+    write_file(root + path, text);
+  };
+  write("/proc/meminfo", "MemTotal:       16384 kB\nMemFree: 1 kB\nMemAvailable:    8192 kB\n");
+  write("/proc/self/cgroup", groups);
+  write("/sys/fs/cgroup/job/memory.max", "6000000\n");
+  write("/sys/fs/cgroup/job/memory.current", "4000000\n");
+  write("/sys/fs/cgroup/job/memory.stat", "anon 3000000\ninactive_file 1000000\n");
+  write("/sys/fs/cgroup/job/step/memory.max", "max\n");
+  write("/sys/fs/cgroup/job/step/memory.current", "1000\n");
+  write("/sys/fs/cgroup/memory/docker/memory.limit_in_bytes", "5000000\n");
+  write("/sys/fs/cgroup/memory/docker/memory.usage_in_bytes", "3000000\n");
+  write("/sys/fs/cgroup/memory/docker/memory.stat", "total_inactive_file 500000\n");
+  return root;
+}
+
+TEST(FreeMemory, IsTheLeastOfMachineAndControlGroups) {
+  const auto free = [](const std::string& groups) {
+    return free_host_memory(small_machine(groups));
+  };
+  EXPECT_EQ(free("0::/\n").bytes, 8192 << 10);
+  EXPECT_EQ(free("0::/\n").limit, "in this machine's memory");
+  EXPECT_EQ(free("0::/job/step\n").bytes, 3000000); // the limit of a group above
+  EXPECT_NE(free("0::/job/step\n").limit.find("control group"), std::string::npos);
+  EXPECT_EQ(free("5:cpu,cpuacct:/x\n4:memory:/docker\n0::/\n").bytes, 2500000);
+  EXPECT_EQ(free("").bytes, 8192 << 10);
 }
 
 } // namespace
