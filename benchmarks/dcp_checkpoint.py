@@ -139,7 +139,7 @@ def main():
     )
     with torch.no_grad():
         model = Model(options.width, options.blocks)
-        state = get_model_state_dict(model)
+        state = get_model_state_dict(model) if options.blocks else {}
         mesh = init_device_mesh("cpu", (options.ranks,))
         for i in range(options.tensors):
             whole = torch.full((SMALL,), i % 100.0)
