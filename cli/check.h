@@ -3,6 +3,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <cerrno>
+#include <chrono>
 #include <string>
 
 #include <fsdp/error.h>
@@ -20,6 +21,9 @@ inline constexpr int kBadConfig = 2;
 inline constexpr int kCommunication = 3;
 inline constexpr int kCheckpoint = 4;
 inline constexpr int kNonFinite = 5;
+
+/// A second signal within this time is taken for the first one: `timeout` sends each one twice.
+inline constexpr std::chrono::milliseconds kSameSignal{500};
 
 /// What to do if a limit of the system caused the error with this errno. Follows the system's
 /// words. Empty for other errors.

@@ -16,6 +16,7 @@
 #include <fsdp/error.h>
 #include <fsdp/launch.h>
 
+#include "cli/check.h"
 #include "cli/command.h"
 #include "cli/run/child.h"
 
@@ -28,8 +29,6 @@ using Clock = std::chrono::steady_clock;
 // From SIGTERM to SIGKILL.
 constexpr auto kGrace = std::chrono::seconds(3);
 constexpr auto kPoll = std::chrono::milliseconds(100);
-// A second signal within this time is taken for the first one: `timeout` sends each one twice.
-constexpr auto kSameSignal = std::chrono::milliseconds(500);
 
 struct RunOptions {
   int num_ranks = 1;
@@ -41,9 +40,6 @@ struct RunOptions {
   int min_ranks = 0;
   std::vector<std::string> program;
 };
-
-/// The exit code of a program that was started wrongly. To start it again would not help.
-constexpr int kWrongUse = 2;
 
 /// Blocks the signals that end `fsdp run`, and SIGCHLD, and offers a file descriptor to poll.
 class Signals {
@@ -217,7 +213,7 @@ class Launcher {
       }
     }
     job_.report({what, code});
-    may_restart_ = code != kWrongUse;
+    may_restart_ = may_help(code);
     ranks_lost_ = 1;
     end_all(code, SIGTERM, /*patiently=*/false);
   }
@@ -256,9 +252,15 @@ class Launcher {
       closing_words_ =
           "fsdp run: on another node: " + failure->what + "; the ranks here were ended.\n";
       const bool asked = was_asked(failure->exit_code);
-      may_restart_ = !asked && failure->exit_code != kWrongUse;
+      may_restart_ = !asked && may_help(failure->exit_code);
       end_all(failure->exit_code, asked ? failure->exit_code - 128 : SIGTERM, asked);
     }
+  }
+
+  /// Returns false for the exit code of a program that was started wrongly: to start it again does
+  /// not help.
+  static bool may_help(int exit_code) {
+    return exit_code != kBadConfig;
   }
 
   /// Returns true for the exit code of a process that ended normally after SIGINT or SIGTERM.

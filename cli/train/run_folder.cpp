@@ -36,17 +36,10 @@ std::string new_run_folder() {
   return gather_texts(path).front();
 }
 
-/// Gives a save the time that writing takes, before a signal ends it.
-void expect_save(const Trainer& trainer) {
-  constexpr double kBytesPerSecond = 50e6;      // of a slow disk
-  const auto state = 3 * trainer.shard_bytes(); // with the optimizer
-  StopSignals::expect_within(static_cast<double>(state) / kBytesPerSecond);
-}
-
-} // namespace
-
+/// Calls `action` on rank 0. If it throws CheckpointError, every rank throws it, so that none waits
+/// for rank 0.
 template <class Action>
-void RunFolder::on_first_rank(const Action& action) {
+void on_first_rank(const Action& action) {
   std::string failure;
   if (get_rank() == 0) {
     try {
@@ -60,6 +53,15 @@ void RunFolder::on_first_rank(const Action& action) {
     throw CheckpointError({__func__, __FILE__, __LINE__}, failure);
   }
 }
+
+/// Gives a save the time that writing takes, before a signal ends it.
+void expect_save(const Trainer& trainer) {
+  constexpr double kBytesPerSecond = 50e6;      // of a slow disk
+  const auto state = 3 * trainer.shard_bytes(); // with the optimizer
+  StopSignals::expect_within(static_cast<double>(state) / kBytesPerSecond);
+}
+
+} // namespace
 
 RunFolder::RunFolder(const TrainOptions& options) : options_(options) {
   if (!options.saves()) {

@@ -50,11 +50,6 @@ class RunFolder {
   std::vector<double> earlier_losses() const;
 
  private:
-  /// Calls `action` on rank 0. If it throws CheckpointError, every rank throws it, so that none
-  /// waits for rank 0.
-  template <class Action>
-  static void on_first_rank(const Action& action);
-
   const TrainOptions& options_;
   std::string path_;
   std::optional<RunLock> lock_; // on rank 0 only

@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <iostream>
 
+#include "cli/check.h"
+
 namespace fsdp::cli {
 
 namespace {
@@ -19,7 +21,6 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 using Ticks = Clock::rep; // since the clock's beginning
 
-constexpr auto kSameSignal = milliseconds(500);
 constexpr auto kPoll = milliseconds(50);
 constexpr auto kPatience = milliseconds(4000);
 

@@ -310,18 +310,19 @@ int train(TrainOptions options) {
     return dry_run(options);
   }
   const bool launched = is_launched();
-  // Before any rank can have joined, and so before any rank allocates.
-  const auto room = find_room(options.device, launched ? local_ranks() : 1);
+  std::optional<Room> room;
   Fit fit;
-  const auto check_memory = [&](const Room& here) {
-    fit = judge(config, *config.mesh, {.saves = options.saves_on_the_way()}, here);
+  const auto check_memory = [&] {
+    fit = judge(config, *config.mesh, {.saves = options.saves_on_the_way()}, *room);
     check_fit(fit, options.force);
   };
   if (launched) { // the number of ranks is not known before they meet
+    room = find_room(options.device, local_ranks()); // now: no rank has allocated yet
     check(config, MeshShape{});
   } else {
     const auto ranks = resolve_mesh(options, saved, std::nullopt).ranks();
-    check_memory(find_room(config.device, ranks));
+    room = find_room(config.device, ranks);
+    check_memory();
     if (wants_processes(options)) {
       become_launcher(options);
     }
@@ -339,7 +340,7 @@ int train(TrainOptions options) {
         {.backend = options.device == "cpu" ? "gloo" : "",
          .same = shared_settings(options, corpus, saved)});
     resolve_mesh(options, saved, get_world_size());
-    check_memory(room);
+    check_memory();
     return train_rank(options, fit, corpus, saved);
   }
   std::atomic<int> exit_code{0};

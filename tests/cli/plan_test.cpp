@@ -1,7 +1,5 @@
 // What a run will take: the plan, next to what steps really did.
 #include "cli/train/plan.h"
-#include "cli/train/fit.h"
-#include "cli/train/free_memory.h"
 
 #include <fsdp/checkpoint.h>
 #include <fsdp/debug.h>
@@ -14,6 +12,9 @@
 
 #include "cli/config/presets.h"
 #include "cli/files.h"
+#include "cli/tiny_config.h"
+#include "cli/train/fit.h"
+#include "cli/train/free_memory.h"
 #include "cli/train/trainer.h"
 #include "support/processes.h"
 #include "support/tensors.h"
@@ -24,23 +25,8 @@ namespace {
 using test::contains;
 
 const Corpus& corpus() {
-  static const Corpus text = [] {
-    std::string lines;
-    for (int i = 0; i < 1000; ++i) {
-      lines += "for (int i = 0; i < " + std::to_string(i) + "; ++i) total += row[i];\n";
-    }
-    return Corpus(lines);
-  }();
+  static const Corpus text(sample_text(1000));
   return text;
-}
-
-TrainConfig tiny_config() {
-  TrainConfig config;
-  config.model = {.dim = 16, .layers = 2, .heads = 4, .kv_heads = 2, .hidden = 32};
-  config.context = 16;
-  config.batch = 8;
-  config.steps = 12;
-  return config;
 }
 
 // ------------------------------------------------------------ Traffic

@@ -75,8 +75,7 @@ TEST(Restarts, LaunchersAgreeOnWhatIsLeft) {
   const auto script = folder + "/rank.sh";
   std::ofstream(script) << "echo attempt " + kAttempt + " rank $RANK of $WORLD_SIZE\n" + "touch " +
                                folder + "/$RANK-" + kAttempt + "\n" + "if [ " + kAttempt +
-                               " = 0 ]; then sleep 60; fi\n" + "if [ " + kAttempt +
-                               " = 1 ] && [ -e " + folder + "/wait ]; then sleep 60; fi\n";
+                               " = 0 ]; then sleep 60; fi\n";
   // The second machine is lost, and the first one goes on alone.
   const auto port = free_port();
   const auto alone = run_script(
@@ -126,14 +125,26 @@ std::string killed_on_the_way(
   return script;
 }
 
+/// An undisturbed run in FOLDER/whole, and one in FOLDER/run whose ranks are killed on the way.
+struct TwoRuns {
+  TwoRuns(const std::string& folder, const std::string& ranks, std::vector<std::string> job) {
+    const auto words = joined(tiny_options(text_file(), {"--device", "cpu"}));
+    whole = run_script(kTool + words + " --ranks " + ranks + " --run " + folder + "/whole");
+    EXPECT_EQ(whole.exit_code, 0) << whole.output;
+    job.insert(job.begin(), "run");
+    const auto script = killed_on_the_way(folder, words, folder + "/run");
+    job.insert(job.end(), {"--restarts", "4", "--", "bash", script});
+    ended = run(job);
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  }
+
+  Ended whole;
+  Ended ended;
+};
+
 TEST(Restarts, TrainingEndsWithTheResultOfAnUndisturbedRun) {
   const auto folder = temporary_folder();
-  const auto words = joined(tiny_options(text_file(), {"--device", "cpu"}));
-  const auto whole = run_script(kTool + words + " --ranks 2 --run " + folder + "/whole");
-  ASSERT_EQ(whole.exit_code, 0) << whole.output;
-  const auto script = killed_on_the_way(folder, words, folder + "/run");
-  const auto ended = run({"run", "-n", "2", "--restarts", "4", "--", "bash", script});
-  ASSERT_EQ(ended.exit_code, 0) << ended.output;
+  const auto [whole, ended] = TwoRuns(folder, "2", {"-n", "2"});
   EXPECT_TRUE(contains(ended.output, "restart 2 of 4, on 2 ranks")) << ended.output;
   EXPECT_EQ(result_in(ended.output), result_in(whole.output)) << ended.output;
   EXPECT_TRUE(contains(ended.output, "lost      ")) << ended.output;
@@ -144,13 +155,7 @@ TEST(Restarts, TrainingEndsWithTheResultOfAnUndisturbedRun) {
 TEST(Restarts, TrainingGoesOnAtAnyNumberOfRanks) {
   const auto folder = temporary_folder();
   // 8 rows are 3 + 3 + 2 for three ranks.
-  const auto words = joined(tiny_options(text_file(), {"--device", "cpu"}));
-  const auto whole = run_script(kTool + words + " --ranks 1 --run " + folder + "/whole");
-  ASSERT_EQ(whole.exit_code, 0) << whole.output;
-  const auto script = killed_on_the_way(folder, words, folder + "/run");
-  const auto ended =
-      run({"run", "-n", "4", "--restarts", "4", "--min-ranks", "2", "--", "bash", script});
-  ASSERT_EQ(ended.exit_code, 0) << ended.output;
+  const auto [whole, ended] = TwoRuns(folder, "1", {"-n", "4", "--min-ranks", "2"});
   EXPECT_TRUE(contains(ended.output, "restart 1 of 4, on 3 ranks")) << ended.output;
   EXPECT_TRUE(contains(ended.output, "restart 2 of 4, on 2 ranks")) << ended.output;
   const auto losses = metrics_of(folder + "/run");

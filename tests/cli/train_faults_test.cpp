@@ -174,17 +174,22 @@ TEST(TrainSignals, EndAWaitForRanksThatDoNotCome) {
   EXPECT_TRUE(contains(ended.output, "fsdp: SIGTERM came before the first step\n"));
 }
 
+/// Starts a long run over two processes, whose ids are in RUN-0 and RUN-1, stops rank 1 once the
+/// run has made a step, and calls `then`.
+Ended with_rank_1_stopped(const std::string& run_folder, const std::string& then) {
+  const auto words = joined(tiny_options(text_file(), {"--run", run_folder, "--steps", "100000"}));
+  return interrupted(
+      " run -n 2 -- bash -c 'echo $$ > " + run_folder + "-$RANK; exec " + kTool + words + "'",
+      run_folder, "kill -STOP $(cat " + run_folder + "-1); " + then);
+}
+
 TEST(TrainSignals, EndAWaitForARankThatHangs) {
   const auto run_folder = temporary_folder() + "/run";
-  const auto words = joined(tiny_options(text_file(), {"--run", run_folder, "--steps", "100000"}));
-  // Rank 1 stops; the signal goes to rank 0, which waits for it.
-  const auto ended = run_script(
-      kTool + " run -n 2 -- bash -c 'echo $$ > " + run_folder + "-$RANK; exec " + kTool + words +
-      "' > /dev/null & for i in {1..1500}; do [ -s " + run_folder +
-      "/metrics.jsonl ] && break; sleep 0.02; done; kill -STOP $(cat " + run_folder +
-      "-1); sleep 1; kill -TERM $(cat " + run_folder +
-      "-0); start=$SECONDS; wait $!; code=$?; "
-      "[ $((SECONDS - start)) -le 12 ] && echo in time; exit $code");
+  // The signal goes to rank 0, which waits for rank 1.
+  const auto ended = with_rank_1_stopped(
+      run_folder, "sleep 1; kill -TERM $(cat " + run_folder +
+                      "-0); start=$SECONDS; wait $!; code=$?; "
+                      "[ $((SECONDS - start)) -le 12 ] && echo in time; exit $code;");
   EXPECT_EQ(ended.exit_code, 143) << ended.output;
   EXPECT_TRUE(contains(ended.output, "in time\n")) << ended.output;
   EXPECT_TRUE(contains(ended.output, "SIGTERM, but the run does not get to the end of its step"))
@@ -197,12 +202,7 @@ TEST(TrainSignals, EndAWaitForARankThatHangs) {
 
 TEST(TrainSignals, AStoppedRankObeysTheLauncher) {
   const auto run_folder = temporary_folder() + "/run";
-  const auto words = joined(tiny_options(text_file(), {"--run", run_folder, "--steps", "100000"}));
-  const auto ended = run_script(
-      kTool + " run -n 2 -- bash -c 'echo $$ > " + run_folder + "-$RANK; exec " + kTool + words +
-      "' & for i in {1..1500}; do [ -s " + run_folder +
-      "/metrics.jsonl ] && break; sleep 0.02; done; kill -STOP $(cat " + run_folder +
-      "-1); kill -TERM $!; wait $!");
+  const auto ended = with_rank_1_stopped(run_folder, "kill -TERM $!;");
   EXPECT_EQ(ended.exit_code, 143) << ended.output;
   EXPECT_TRUE(contains(ended.output, "stopped   by SIGTERM after step ")) << ended.output;
 }

@@ -17,6 +17,7 @@
 #include <mutex>
 
 #include "cli/check.h"
+#include "cli/tiny_config.h"
 #include "cli/train/plan.h"
 #include "cli/train/progress.h"
 #include "support/processes.h"
@@ -27,24 +28,6 @@ namespace {
 
 using test::contains;
 using test::message_of;
-
-std::string sample_text(int lines = 400) {
-  std::string text;
-  for (int i = 0; i < lines; ++i) {
-    text += "for (int i = 0; i < " + std::to_string(i) + "; ++i) total += row[i];\n";
-  }
-  return text;
-}
-
-TrainConfig tiny_config() {
-  TrainConfig config;
-  config.model = {.dim = 16, .layers = 2, .heads = 4, .kv_heads = 2, .hidden = 32};
-  config.context = 16;
-  config.batch = 8;
-  config.steps = 12;
-  config.schedule.lr = 1e-2;
-  return config;
-}
 
 // ------------------------------------------------------------ Text
 
