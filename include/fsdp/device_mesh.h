@@ -23,6 +23,14 @@ struct MeshState;
 /// slices share those of the mesh they come from. See init_device_mesh.
 class FSDP_API DeviceMesh {
  public:
+  /// A mesh over groups that exist already, one per axis. For several axes `ranks` has the world
+  /// ranks of the whole mesh, the index of the last axis changing fastest. Not collective.
+  static DeviceMesh from_groups(
+      c10::DeviceType device_type,
+      const std::vector<ProcessGroup>& groups,
+      const std::vector<std::string>& names = {},
+      const std::vector<int>& ranks = {});
+
   c10::DeviceType device_type() const;
   int64_t ndim() const;
   const std::vector<int64_t>& shape() const;

@@ -134,7 +134,17 @@ CollectiveLabel::Purpose FlatParams::make_purpose(const std::vector<FSDPParam*>&
   return std::make_shared<CollectivePurpose>(CollectivePurpose{std::move(text), hash});
 }
 
+void FlatParams::take_replacements() {
+  if (shown_ == Face::Sharded) {
+    const auto held = params_.front()->user().begin();
+    for (const auto& param : params_) {
+      param->take_replacement();
+    }
+  }
+}
+
 void FlatParams::build() {
+  take_replacements();
   std::vector<LayoutItem> items;
   extended_.clear();
   for (const auto& param : params_) {
@@ -251,6 +261,7 @@ std::shared_ptr<const GatherPlan> FlatParams::gather_plan() const {
 }
 
 bool FlatParams::was_changed() const {
+  const auto held = params_.front()->user().begin();
   for (size_t i = 0; i < params_.size(); ++i) {
     if (params_[i]->was_replaced() || extended_[i] != (params_[i]->extension != nullptr)) {
       return true;
@@ -375,6 +386,7 @@ void FlatParams::show(Face face) {
   if (face == shown_) {
     return;
   }
+  const auto held = params_.front()->user().begin();
   for (const auto& param : params_) {
     param->show(face);
   }

@@ -38,8 +38,9 @@ std::optional<at::ScalarType> common_dtype(const std::vector<FSDPParam*>& params
 /// to others, casts them, or has a hook.
 bool are_read_at_once(const std::vector<FSDPParam*>& params, at::ScalarType dtype) {
   return std::any_of(params.begin(), params.end(), [&](const auto* param) {
-    return param->tensor().grad().defined() || param->dtype() != dtype ||
-           torch::autograd::impl::post_acc_grad_hooks(param->tensor());
+    const auto& held = param->user().tensor();
+    return held.grad().defined() || param->dtype() != dtype ||
+           torch::autograd::impl::post_acc_grad_hooks(held);
   });
 }
 
@@ -109,7 +110,7 @@ at::ScalarType GradReducer::wire_dtype(const FSDPParam& param) const {
 
 bool GradReducer::is_reduced(const FSDPParam& param) const {
   return param.unsharded_grad().defined() ||
-         (reduce_unused_params && param.tensor().requires_grad()) ||
+         (reduce_unused_params && param.user().tensor().requires_grad()) ||
          (all_reduce_grads && param.partial_grad.defined());
 }
 
@@ -258,6 +259,7 @@ void GradReducer::call_all_reduce_hook(at::Tensor& flat, const OptionalStream& c
 
 void GradReducer::finish_grads(Reduction& reduction) {
   const auto flat = to_shards(finish_reduce(reduction.reducing, reduction.request), reduction);
+  const auto held = reduction.params.front()->user().begin();
   for_each_part(flat, reduction.params, [](FSDPParam& param, const at::Tensor& part) {
     param.add_sharded_grad(part.scalar_type() == param.dtype() ? part : part.to(param.dtype()));
   });

@@ -125,6 +125,7 @@ void FSDPParamGroup::visit_memory(const MemoryVisitor& visit) const {
 }
 
 void FSDPParamGroup::lazy_init() {
+  flat_.take_replacements();
   flat_.check_trainable();
   if (was_changed()) {
     discard_gather();

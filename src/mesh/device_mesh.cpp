@@ -23,8 +23,10 @@ struct MeshRoot {
   c10::DeviceType device_type = c10::kCPU;
   std::vector<int64_t> shape;
   std::vector<std::string> names;
-  std::vector<int64_t> coordinate; // of this rank
-  ProcessGroup world;
+  std::vector<int64_t> coordinate;  // of this rank
+  std::vector<int> ranks;           // the world rank at each position of the grid
+  ProcessGroup world;               // empty for a mesh of given groups
+  std::vector<ProcessGroup> groups; // given ones, one per axis, or none
   std::mutex mutex;
   std::map<std::string, std::vector<int64_t>> flattened; // name -> root axes
 };
@@ -39,6 +41,27 @@ struct MeshState {
 
 namespace {
 
+/// The world ranks that share this rank's coordinate on all axes but `axes`.
+std::vector<int> ranks_along(const MeshRoot& root, const std::vector<int64_t>& axes) {
+  auto ranks = axes_ranks(root.shape, root.coordinate, axes);
+  for (auto& rank : ranks) {
+    rank = root.ranks[rank];
+  }
+  return ranks;
+}
+
+ProcessGroup group_along(const MeshRoot& root, const std::vector<int64_t>& axes) {
+  if (!root.groups.empty() && axes.size() == 1) {
+    return root.groups[axes.front()];
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      root.groups.empty(),
+      "[DeviceMesh] a mesh that was made from process groups cannot merge axes; give from_groups "
+      "the group of all their ranks as one axis");
+  // new_group returns the same group for the same ranks, so meshes and slices share groups.
+  return root.world.new_group(ranks_along(root, axes));
+}
+
 DeviceMesh make_mesh(
     std::shared_ptr<MeshRoot> root,
     std::vector<std::vector<int64_t>> axes,
@@ -46,8 +69,7 @@ DeviceMesh make_mesh(
   auto state = std::make_shared<MeshState>();
   for (const auto& axis : axes) {
     state->shape.push_back(axes_size(root->shape, axis));
-    // new_group returns the same group for the same ranks, so meshes and slices share groups.
-    state->groups.push_back(root->world.new_group(axes_ranks(root->shape, root->coordinate, axis)));
+    state->groups.push_back(group_along(*root, axis));
   }
   state->root = std::move(root);
   state->axes = std::move(axes);
@@ -63,13 +85,23 @@ std::vector<int64_t> concatenated(const std::vector<std::vector<int64_t>>& axes)
   return all;
 }
 
-void check_names(const std::vector<std::string>& names, size_t num_axes) {
+void check_names(const char* function, const std::vector<std::string>& names, size_t num_axes) {
   TORCH_CHECK_VALUE(
-      names.empty() || names.size() == num_axes, "[init_device_mesh] ", names.size(), " names (",
+      names.empty() || names.size() == num_axes, "[", function, "] ", names.size(), " names (",
       join(names), ") for ", num_axes, " axes");
   TORCH_CHECK_VALUE(
-      std::set<std::string>(names.begin(), names.end()).size() == names.size(),
-      "[init_device_mesh] the axis names ", join(names), " are not all different");
+      std::set<std::string>(names.begin(), names.end()).size() == names.size(), "[", function,
+      "] the axis names ", join(names), " are not all different");
+}
+
+/// A mesh with all axes of the root.
+DeviceMesh whole_mesh(std::shared_ptr<MeshRoot> root) {
+  std::vector<std::vector<int64_t>> axes;
+  for (size_t axis = 0; axis < root->shape.size(); ++axis) {
+    axes.push_back({static_cast<int64_t>(axis)});
+  }
+  auto names = root->names;
+  return make_mesh(std::move(root), std::move(axes), std::move(names));
 }
 
 } // namespace
@@ -108,8 +140,7 @@ int64_t DeviceMesh::size(std::string_view axis) const {
 }
 
 std::vector<int> DeviceMesh::ranks() const {
-  const auto& root = *state_->root;
-  return detail::axes_ranks(root.shape, root.coordinate, detail::concatenated(state_->axes));
+  return detail::ranks_along(*state_->root, detail::concatenated(state_->axes));
 }
 
 std::vector<int64_t> DeviceMesh::get_coordinate() const {
@@ -237,7 +268,8 @@ bool DeviceMesh::operator==(const DeviceMesh& other) const {
   const auto& a = *state_;
   const auto& b = *other.state_;
   return a.root->device_type == b.root->device_type && a.root->shape == b.root->shape &&
-         a.root->world == b.root->world && a.axes == b.axes && a.names == b.names;
+         a.root->ranks == b.root->ranks && a.groups == b.groups && a.axes == b.axes &&
+         a.names == b.names;
 }
 
 int64_t DeviceMesh::axis_index(std::string_view axis) const {
@@ -257,7 +289,7 @@ DeviceMesh init_device_mesh(
     c10::DeviceType device_type,
     const std::vector<int64_t>& shape,
     const std::vector<std::string>& names) {
-  detail::check_names(names, shape.size());
+  detail::check_names("init_device_mesh", names, shape.size());
   const auto world = default_group();
   int64_t product = shape.empty() ? 0 : 1;
   for (const auto size : shape) {
@@ -274,12 +306,45 @@ DeviceMesh init_device_mesh(
   root->shape = shape;
   root->names = names;
   root->coordinate = detail::grid_coordinate(shape, world.rank());
+  root->ranks = world.ranks();
   root->world = world;
-  std::vector<std::vector<int64_t>> axes;
-  for (size_t axis = 0; axis < shape.size(); ++axis) {
-    axes.push_back({static_cast<int64_t>(axis)});
+  return detail::whole_mesh(std::move(root));
+}
+
+DeviceMesh DeviceMesh::from_groups(
+    c10::DeviceType device_type,
+    const std::vector<ProcessGroup>& groups,
+    const std::vector<std::string>& names,
+    const std::vector<int>& ranks) {
+  TORCH_CHECK_VALUE(!groups.empty(), "[DeviceMesh::from_groups] there is no group");
+  TORCH_CHECK_VALUE(
+      groups.size() == 1 || !ranks.empty(), "[DeviceMesh::from_groups] ", groups.size(),
+      " groups do not tell which ranks the other rows and columns have; give all ranks of the mesh "
+      "as `ranks`, the index of the last axis changing fastest");
+  detail::check_names("DeviceMesh::from_groups", names, groups.size());
+  auto root = std::make_shared<detail::MeshRoot>();
+  root->device_type = device_type;
+  root->names = names;
+  root->groups = groups;
+  root->ranks = ranks.empty() ? groups.front().ranks() : ranks;
+  size_t product = 1;
+  for (const auto& group : groups) {
+    root->shape.push_back(group.size());
+    root->coordinate.push_back(group.rank());
+    product *= static_cast<size_t>(group.size());
   }
-  return detail::make_mesh(std::move(root), std::move(axes), names);
+  TORCH_CHECK_VALUE(
+      product == root->ranks.size(), "[DeviceMesh::from_groups] groups of the sizes ",
+      c10::IntArrayRef(root->shape), " make a mesh of ", product, " ranks, but ",
+      root->ranks.size(), " are given");
+  for (size_t axis = 0; axis < groups.size(); ++axis) {
+    const auto along = detail::ranks_along(*root, {static_cast<int64_t>(axis)});
+    TORCH_CHECK_VALUE(
+        along == groups[axis].ranks(), "[DeviceMesh::from_groups] the group of axis ", axis,
+        " has the ranks ", detail::join(groups[axis].ranks()), ", but the mesh has ",
+        detail::join(along), " there");
+  }
+  return detail::whole_mesh(std::move(root));
 }
 
 } // namespace fsdp

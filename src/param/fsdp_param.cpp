@@ -110,6 +110,7 @@ bool is_of_another_stream(const NodePtr& node, c10::Device device) {
 FSDPParam::FSDPParam(
     at::Tensor param, std::string name, const DataParallelMesh& mesh, ShardGeometry geometry)
     : param_(std::move(param)),
+      user_(std::make_shared<OwnTensor>(param_)),
       mesh_(mesh),
       geometry_(std::move(geometry)),
       sharded_version_(0u),
@@ -184,17 +185,29 @@ void FSDPParam::attach(const at::Tensor& sharded, const at::Tensor& unsharded) {
   impl->shallow_copy_from(guarded_.getIntrusivePtr());
   impl->set_version_counter(sharded_version_);
   sharded_.unsafeGetTensorImpl()->set_version_counter(sharded_version_); // as_dtensor returns it
-  auto& grad = param_.mutable_grad();
-  if (grad.defined()) {
-    grad = grad.to(param_.options()); // Module::to does not change gradients
-  }
+  user_->attached(sharded_);
+}
+
+void FSDPParam::set_user(std::shared_ptr<UserParam> user) {
+  user_ = std::move(user);
+  user_->attached(sharded_);
 }
 
 bool FSDPParam::was_replaced() const {
-  const auto& shown = face_ == Face::Sharded ? sharded_ : unsharded_;
-  return param_.storage().unsafeGetStorageImpl() != shown.storage().unsafeGetStorageImpl() ||
+  return !holds(face_ == Face::Sharded ? sharded_ : unsharded_) ||
+         (face_ == Face::Sharded && user_->replacement(sharded_).defined());
+}
+
+void FSDPParam::take_replacement() {
+  if (const auto values = user_->replacement(sharded_); values.defined()) {
+    param_.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
+  }
+}
+
+bool FSDPParam::holds(const at::Tensor& shown) const {
+  return !(param_.storage().unsafeGetStorageImpl() != shown.storage().unsafeGetStorageImpl() ||
          param_.storage_offset() != shown.storage_offset() ||
-         param_.scalar_type() != shown.scalar_type() || param_.sizes() != shown.sizes();
+         param_.scalar_type() != shown.scalar_type() || param_.sizes() != shown.sizes());
 }
 
 bool FSDPParam::check_and_clear_unsharded_edit() {
@@ -208,6 +221,9 @@ void FSDPParam::show(Face face) {
   }
   auto* impl = param_.unsafeGetTensorImpl();
   if (face == Face::Unsharded) {
+    if (param_.requires_grad() != user_->tensor().requires_grad()) {
+      param_.set_requires_grad(!param_.requires_grad());
+    }
     sharded_accumulator_ = weak_node(autograd::impl::try_get_grad_accumulator(param_));
     impl->shallow_copy_from(unsharded_.getIntrusivePtr());
     impl->set_version_counter(unsharded_version_);
@@ -218,7 +234,7 @@ void FSDPParam::show(Face face) {
     // Also set for a frozen parameter, which may be unfrozen later.
     autograd::impl::set_grad_accumulator(param_, weak_node(unsharded_accumulator_));
   } else {
-    if (!was_replaced()) {
+    if (holds(unsharded_)) {
       impl->shallow_copy_from(guarded_.getIntrusivePtr());
     } else if (
         param_.sizes() == unsharded_.sizes() &&
@@ -231,6 +247,7 @@ void FSDPParam::show(Face face) {
     autograd::impl::set_grad_accumulator(param_, sharded_accumulator_);
   }
   face_ = face;
+  user_->shown(face);
 }
 
 // ------------------------------------------------------------ Gradients
@@ -248,14 +265,9 @@ void FSDPParam::accumulate_in(at::ScalarType dtype) {
 
 void FSDPParam::add_sharded_grad(const at::Tensor& grad) {
   at::NoGradGuard no_grad;
-  auto& sharded_grad = param_.mutable_grad();
-  if (sharded_grad.defined()) {
-    sharded_grad.add_(grad);
-  } else {
-    sharded_grad = grad.variable_data();
-  }
-  if (const auto& hooks = autograd::impl::post_acc_grad_hooks(param_)) {
-    (*hooks)(param_);
+  user_->add_grad(grad);
+  if (const auto& hooks = autograd::impl::post_acc_grad_hooks(user_->tensor())) {
+    (*hooks)(user_->tensor());
   }
 }
 

@@ -12,6 +12,7 @@
 #include "param/autograd_compat.h"
 #include "param/data_parallel_mesh.h"
 #include "param/shard_geometry.h"
+#include "param/user_param.h"
 
 namespace fsdp::detail {
 
@@ -41,8 +42,6 @@ namespace fsdp::detail {
 // - If somebody replaces the content of the tensor (Module::to, set_data), this is noticed before
 //   the face changes. The new content, a shard or the whole parameter, is adopted.
 
-enum class Face : std::uint8_t { Sharded, Unsharded };
-
 /// One managed parameter: its geometry, its two faces, and its unsharded gradient until the
 /// gradient is reduced.
 class FSDPParam {
@@ -71,10 +70,16 @@ class FSDPParam {
   const DataParallelMesh& mesh() const {
     return mesh_;
   }
-  /// The user's tensor.
+  /// The engine's tensor, which modules see while it is whole.
   const at::Tensor& tensor() const {
     return param_;
   }
+  /// What the user holds. That is `tensor()`, unless somebody else was set.
+  const UserParam& user() const {
+    return *user_;
+  }
+  /// Called once, while the tensor shows its sharded face.
+  void set_user(std::shared_ptr<UserParam> user);
   /// The dtype of the shard, its gradient and its optimizer state. Follows the content that the
   /// user has put into the tensor last.
   at::ScalarType dtype() const {
@@ -94,8 +99,11 @@ class FSDPParam {
     return face_;
   }
   void show(Face face);
-  /// Returns true if somebody replaced the tensor's content.
+  /// Returns true if somebody replaced the tensor's content, or what the user holds.
   bool was_replaced() const;
+  /// Takes over what the user holds in the place of the shard. The tensor must show its sharded
+  /// face.
+  void take_replacement();
   /// Increases when somebody, for example an optimizer, writes into the shard.
   uint32_t shard_version() const {
     return sharded_version_.current_version();
@@ -136,8 +144,7 @@ class FSDPParam {
   /// The gradient after its reduction over the shard ranks and before that over the replicas, in
   /// the reduce dtype. Undefined otherwise.
   at::Tensor partial_grad;
-  /// Adds `grad` to `.grad`, or sets `.grad` if it is undefined. Then calls the parameter's
-  /// post-accumulate-grad hooks.
+  /// Adds `grad` to the user's `.grad`. Then calls the parameter's post-accumulate-grad hooks.
   void add_sharded_grad(const at::Tensor& grad);
 
   // ---- Extension
@@ -161,7 +168,10 @@ class FSDPParam {
     }
   };
 
+  bool holds(const at::Tensor& shown) const;
+
   const at::Tensor param_;
+  std::shared_ptr<UserParam> user_;
   const DataParallelMesh mesh_;
   const ShardGeometry geometry_;
   Face face_ = Face::Sharded;

@@ -135,7 +135,7 @@ void FSDPState::begin_root_forward() {
 /// The forwards 1, 2, 4, 8 and so on of a root are checked: a mistake is found early, and the check
 /// costs nothing in the long run.
 bool FSDPState::is_graph_checked() const {
-  return context_->forward_root == this && at::GradMode::is_enabled() && !inside_backward() &&
+  return checks_graph && context_->forward_root == this && at::GradMode::is_enabled() && !inside_backward() &&
          std::has_single_bit(context_->num_forwards);
 }
 
@@ -363,6 +363,7 @@ void FSDPState::reset_all(StateContext& context, CommContext& comm, bool drop_gr
   for (const auto& weak : context.states) {
     if (const auto state = weak.lock()) {
       state->training_state_ = TrainingState::Idle;
+      state->running_.clear();
       state->yet_to_forward_.clear();
       for (const auto& group : state->groups_) {
         group->reset();

@@ -105,6 +105,8 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
 
   /// Keep the parameters after forward if this turns out to be the root.
   bool auto_reshard_after_forward = true;
+  /// Look into the graph of some forwards for tensors in the place of parameters.
+  bool checks_graph = true;
   MixedPrecisionPolicy precision;
   std::vector<at::Tensor> ignored_params;
   std::vector<std::weak_ptr<FSDPState>> forward_prefetch;

@@ -76,7 +76,7 @@ void check_graph(const ForwardGraph& forward) {
     for (const auto* param : forward.managed) {
       TORCH_CHECK(
           leaves.managed.contains(param) || param->geometry().sizes != tensor.sizes() ||
-              !param->tensor().requires_grad(),
+              !param->user().tensor().requires_grad(),
           "[fully_shard] the forward of '", forward.module, "' does not use its parameter '",
           param->name(), "', but a tensor of the same sizes, ", tensor.sizes(),
           ", that requires gradients and is not registered: was the member replaced after "

@@ -1,0 +1,46 @@
+"""PyTorch's FSDP2 on the C++ engine of fsdp.cpp.
+
+    from fsdp_cpp import fully_shard  # in the place of torch.distributed.fsdp
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._build import TORCH_VERSION, VERSION as __version__
+
+if torch.__version__.split("+")[0] != TORCH_VERSION:
+    raise ImportError(
+        f"fsdp_cpp was built for torch {TORCH_VERSION}, and this is torch {torch.__version__}: "
+        "build it again for this torch (./fsdp python, or pip install --no-build-isolation .)"
+    )
+
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from ._fully_shard import fully_shard, replicate
+from ._module import (
+    FSDPModule,
+    ReplicateModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+
+try:
+    from torch.distributed.fsdp import DataParallelMeshDims
+except ImportError:  # torch before 2.12
+    DataParallelMeshDims = None  # type: ignore[assignment,misc]
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ReplicateModule",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "replicate",
+    "share_comm_ctx",
+]

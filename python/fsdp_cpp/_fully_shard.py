@@ -1,0 +1,167 @@
+"""fully_shard and replicate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable import contract
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
+
+from . import _C, _managed, _mesh
+from ._mesh import ParamMesh
+from ._module import FSDPModule, ReplicateModule, swap_classes
+from ._state import State, state_of
+
+
+def _is_of(api: str) -> Callable[[nn.Module], bool]:
+    """Tells whether a composable API of that name was applied to a module."""
+    return lambda module: api in (_get_registry(module) or ())
+
+
+def _policy(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> _C.PolicySpec:
+    offload = offload_policy.pin_memory if isinstance(offload_policy, CPUOffloadPolicy) else None
+    return _C.PolicySpec(
+        mp_policy.param_dtype,
+        mp_policy.reduce_dtype,
+        mp_policy.output_dtype,
+        mp_policy.cast_forward_inputs,
+        offload,
+    )
+
+
+def _placement(
+    param: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Any] | None, mesh: ParamMesh
+) -> tuple[int, ParamMesh]:
+    """The dim on which a parameter is sharded, and the mesh."""
+    result = shard_placement_fn(param) if shard_placement_fn is not None else None
+    if result is None:
+        return 0, mesh
+    if hasattr(result, "mesh_info"):  # a ShardPlacementResult
+        own = result.mesh_info.mesh
+        mesh = mesh if own is mesh.mesh else ParamMesh(own)
+        result = result.placement
+    if not isinstance(result, Shard):
+        raise AssertionError(f"Expects Shard but got {result}")
+    dim = result.dim + param.dim() if result.dim < 0 else result.dim
+    if not 0 <= dim < param.dim():
+        raise AssertionError(f"Shard dim {result.dim} is invalid for {param.dim()}D tensor of shape {param.shape}")
+    return dim, mesh
+
+
+def _shard(
+    state: State,
+    module: nn.Module | list[nn.Module],
+    mesh: ParamMesh,
+    reshard_after_forward: bool | int | None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    ignored_params: set[nn.Parameter] | None,
+    is_managed_elsewhere: Callable[[nn.Module], bool],
+) -> tuple[nn.Module, ...]:
+    roots = _managed.roots_of(module)
+    ignored = ignored_params or set()
+    managed = _managed.managed_modules(roots, ignored, is_managed_elsewhere)
+    sites = _managed.managed_params(managed, ignored)
+    dims: dict[nn.Parameter, int] = {}
+    groups: dict[tuple, tuple[ParamMesh, list[nn.Parameter], int]] = {}
+    for param in sites:
+        dims[param], own_mesh = _placement(param, shard_placement_fn, mesh)
+        ranks = 0 if mesh.replicated else _mesh.ranks_after_forward(reshard_after_forward, own_mesh.shard_size)
+        groups.setdefault(own_mesh.groups(), (own_mesh, [], ranks))[1].append(param)
+    device = _mesh.device_of(mesh.mesh)
+    offloads = isinstance(offload_policy, CPUOffloadPolicy)
+    _managed.move_to(device, () if offloads else sites, managed)
+    if offloads:
+        _managed.move_to(torch.device("cpu"), sites, ())
+    state.device = device
+    state.init(
+        roots,
+        device.type,
+        list(groups.values()),
+        dims,
+        sites,
+        _policy(mp_policy, offload_policy),
+        auto_reshard=reshard_after_forward is None,
+    )
+    return roots
+
+
+@contract(state_cls=State)  # type: ignore[misc]
+def fully_shard(
+    module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+):
+    """Shards the parameters of a module, or of several modules as one group, over a mesh.
+
+    It takes and does what torch.distributed.fsdp.fully_shard takes and does: see there. Call it on
+    the layers first and on the root last.
+    """
+    _managed.check_module(module, "fully_shard")
+    _mesh.check_no_dims(dp_mesh_dims)
+    mesh = mesh if mesh is not None else _mesh.default_mesh()
+    _mesh.check_mesh(mesh)
+    over = ParamMesh(mesh)
+    _mesh.ranks_after_forward(reshard_after_forward, over.shard_size)  # also without parameters
+    roots = _shard(
+        fully_shard.state(_managed.roots_of(module)[0]),
+        module,
+        over,
+        reshard_after_forward,
+        shard_placement_fn,
+        mp_policy,
+        offload_policy,
+        ignored_params,
+        lambda other: state_of(other) is not None or _is_of("replicate")(other),
+    )
+    swap_classes(roots, FSDPModule, "FSDP")
+    return module
+
+
+@contract(state_cls=State)  # type: ignore[misc]
+def replicate(
+    module,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+):
+    """Keeps the parameters of a module whole on every rank, and averages their gradients.
+
+    See torch.distributed._composable.replicate_with_fsdp.replicate.
+    """
+    if isinstance(module, nn.Module) and _is_of("fully_shard")(module):
+        raise RuntimeError("Cannot apply `replicate()` on a Module already managed by `fully_shard`")
+    _managed.check_module(module, "replicate")
+    _mesh.check_no_dims(dp_mesh_dims)
+    mesh = mesh if mesh is not None else _mesh.default_mesh(("replicate",))
+    if mesh.ndim != 1:
+        raise ValueError(f"replicate expects a 1D DeviceMesh but got {mesh}")
+    roots = _shard(
+        replicate.state(_managed.roots_of(module)[0]),
+        module,
+        ParamMesh(mesh, replicated=True),
+        False,
+        None,
+        mp_policy,
+        offload_policy,
+        ignored_params,
+        lambda other: state_of(other) is not None or _is_of("fully_shard")(other),
+    )
+    swap_classes(roots, ReplicateModule, "Replicate")
+    return module

@@ -1,0 +1,248 @@
+"""FSDPModule: the class that a sharded module has in front of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.utils.checkpoint import _StopRecomputationError
+from typing_extensions import deprecated
+
+from . import _C
+from ._state import State, state_of
+
+
+class UnshardHandle(torch_fsdp.UnshardHandle):
+    """Waits for an unshard that was started with async_op."""
+
+    def __init__(self, engine: _C.State) -> None:
+        self._engine: _C.State | None = engine
+
+    def wait(self) -> None:
+        """From now on the parameters are whole. A second call does nothing."""
+        if self._engine is not None:
+            self._engine.wait_for_unshard()
+            self._engine = None
+
+
+class FSDPModule(torch_fsdp.FSDPModule):
+    """The methods of a sharded module. They do what those of torch's FSDPModule do."""
+
+    _orig_cls_mro_index: int = 3  # FSDP<Name>, this class, torch's, <Name>
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException as error:
+            _forward_failed(self, error)
+            raise
+
+    # ---- Parameters
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers the parameters of this module, without those of sharded modules below it."""
+        engine = self._engine()
+        engine.unshard()
+        handle = UnshardHandle(engine)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Frees the whole parameters of this module: it has DTensors again."""
+        self._engine().reshard()
+
+    def reset_iter_state(self) -> None:
+        """Forgets an iteration that did not end. Not needed after an exception."""
+        self._engine().reset()
+
+    # ---- One iteration
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False: more backwards follow before the optimizer's step."""
+        self._engine().set_is_last_backward(is_last_backward)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False: backward keeps gradients unreduced, and the next backward adds to them."""
+        self._engine().set_requires_gradient_sync(requires_gradient_sync, recurse)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """False: backward reduces gradients among shards, and not over replicas."""
+        self._engine().set_requires_all_reduce(requires_all_reduce, recurse)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Replaces what was given to fully_shard."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        self._engine().set_reshard_after_forward(reshard_after_forward, recurse)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """False: parameters stay whole between microbatches."""
+        self._engine().set_reshard_after_backward(reshard_after_backward, recurse)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: backward does not need the parameters, and does not gather them."""
+        self._engine().set_unshard_in_backward(unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gathers these modules as soon as this one was gathered for its forward."""
+        self._engine().set_modules_to_forward_prefetch(_engines_of(modules))
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gathers these modules as soon as this one was gathered for its backward."""
+        self._engine().set_modules_to_backward_prefetch(_engines_of(modules))
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """The next forward gathers after this event, and not after all work that is queued then."""
+        device = self._get_fsdp_state().device
+        if device.type != "cpu":
+            stream = torch.Stream(device)
+            stream.wait_event(event)
+            self._engine().set_post_optim_event(stream)
+
+    # ---- Reduction
+
+    @deprecated("Use `set_gradient_divide_factor` instead")
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        self.set_gradient_divide_factor(factor)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divides gradients by this factor in the place of the number of ranks."""
+        self._engine().set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Collectives only sum. The division is done beside them."""
+        self._engine().set_force_sum_reduction_for_comms(enable)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Reduces zeros for parameters that backward did not reach: other ranks may have reached them."""
+        self._engine().set_reduce_scatter_unused_params(reduce_scatter_unused_params, recurse)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reduce-scatters may be in flight."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        self._engine().set_reduce_scatter_max_input_buffers(max_input_buffers, recurse)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Gives reductions a process group of their own. Collective."""
+        self._engine().set_separate_reduce_scatter_group(enable, recurse)
+
+    # ---- Communication
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        self._engine().set_custom_all_gather(comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        self._engine().set_custom_reduce_scatter(comm)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """The hook gets the reduced gradients as one flat tensor, and may reduce them further."""
+        self._engine().set_all_reduce_hook(hook, stream)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Takes the buffers of collectives from the process group, if it has an allocator."""
+        self._engine().set_allocate_memory_from_process_group_for_comm(enable)
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        raise NotImplementedError(
+            "fsdp_cpp has no buffers in symmetric memory yet; "
+            "set_allocate_memory_from_process_group_for_comm takes memory that NCCL has registered"
+        )
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """The engine always gathers beside compute, so there is nothing to set."""
+
+    # ---- Inner workings
+
+    def _get_fsdp_state(self) -> State:
+        state = state_of(self)  # type: ignore[arg-type]
+        if state is None:
+            raise AssertionError(f"No FSDP state found on {self}")
+        return state
+
+    def _engine(self) -> _C.State:
+        return self._get_fsdp_state().engine
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.reshard()
+        result = super(torch_fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        self.reshard()  # takes over the new local tensors
+        return result
+
+
+class ReplicateModule(FSDPModule):
+    """A module whose parameters are whole on every rank."""
+
+    _orig_cls_mro_index: int = 4  # Replicate<Name>, this class, FSDPModule, torch's, <Name>
+
+
+def _refuse_deepcopy(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
+
+@functools.cache
+def _sharded_class(cls: type, front: type, prefix: str) -> type:
+    return type(f"{prefix}{cls.__name__}", (front, cls), {"__deepcopy__": _refuse_deepcopy})
+
+
+def swap_classes(modules: Iterable[nn.Module], front: type, prefix: str) -> None:
+    for module in modules:
+        module.__class__ = _sharded_class(type(module), front, prefix)
+
+
+def _engines_of(modules: Iterable[Any]) -> list[_C.State]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+    return [module._engine() for module in modules]
+
+
+def _forward_failed(module: FSDPModule, error: BaseException) -> None:
+    stopped = isinstance(error, _StopRecomputationError)
+    module._engine().forward_failed(module, stopped)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Gathers and frees parameters around this method, too. Does nothing if the module is not sharded."""
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    method = getattr(module, method_name)
+
+    @functools.wraps(method)
+    def wrapped(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        engine = self._engine()
+        new_arguments = engine.pre_forward(self, args, kwargs)
+        if new_arguments is not None:
+            args, kwargs = new_arguments
+        try:
+            output = method(*args, **kwargs)
+            new_output = engine.post_forward(self, output)
+        except BaseException as error:
+            _forward_failed(self, error)
+            raise
+        return output if new_output is None else new_output
+
+    setattr(module, method_name, wrapped.__get__(module, type(module)))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Makes roots that have no common root share their streams, buffers and order of communication."""
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects list of FSDPModules but got {module}")
+    if modules:
+        _C.share_comm_ctx(_engines_of(modules))

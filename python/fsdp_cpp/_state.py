@@ -1,0 +1,102 @@
+"""The state of one call of fully_shard: the bridge between modules and the engine."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable_state import _get_module_state, _insert_module_state, _State
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+from . import _C, _trees
+from ._mesh import ParamMesh
+
+_C.set_dtensor_class(DTensor, getattr(DTensor, "__new__"))
+_C.set_tree_functions(_trees.children, _trees.rebuild)
+
+
+class State(_State):
+    """Made by the decorator of fully_shard, before its arguments are known. `init` does the work."""
+
+    engine: _C.State
+
+    def init(
+        self,
+        modules: tuple[nn.Module, ...],
+        device_type: str,
+        groups: list[tuple[ParamMesh, list[nn.Parameter], int]],
+        dims: dict[nn.Parameter, int],
+        sites: dict[nn.Parameter, list],
+        policy: _C.PolicySpec,
+        auto_reshard: bool,
+    ) -> None:
+        self._modules = [weakref.ref(module) for module in modules]
+        # The engine's tensor of every site, to give it its name from the root.
+        self._sites = {(id(module), name): param for param in sites for module, name in sites[param]}
+        metas = {param: TensorMeta(param.size(), param.stride(), param.dtype) for param in sites}
+        specs = [
+            _C.GroupSpec(mesh.spec(), [(sites[p][0][1], p, dims[p]) for p in params], ranks)
+            for mesh, params, ranks in groups
+        ]
+        name = ", ".join(type(module).__name__ for module in modules)
+        world = dist.distributed_c10d._get_default_group()
+        look = _looker(weakref.ref(self))
+        self.engine = _C.State(name, list(modules), device_type, world, specs, policy, auto_reshard, look)
+        for i, (mesh, params, _) in enumerate(groups):
+            for k, param in enumerate(params):
+                dtensor = mesh.dtensor(param, metas[param], dims[param], self.engine.shard(i, k))
+                where = [(module._parameters, site) for module, site in sites[param]]
+                self.engine.bind(i, k, param, dtensor, where)
+        for module in modules:
+            _insert_module_state(module, self)
+        self._register_hooks(modules, {module for all_sites in sites.values() for module, _ in all_sites})
+
+    def _register_hooks(self, modules: tuple[nn.Module, ...], owners: set[nn.Module]) -> None:
+        pre_forward, post_forward = _C.forward_hooks(self.engine)
+        for module in modules:
+            module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(post_forward)
+        own = weakref.ref(self)
+
+        def reshard(*_args: Any, **_kwargs: Any) -> None:
+            if (state := own()) is not None:
+                state.engine.reshard()
+
+        for module in owners:
+            module.register_state_dict_pre_hook(reshard)
+            module._register_load_state_dict_pre_hook(reshard)
+
+    def look(self, with_tensors: bool) -> tuple[list, list]:
+        """The sharded modules at and below this state's, and the parameters."""
+        roots = [root for ref in self._modules if (root := ref()) is not None]
+        below = [item for root in roots for item in root.named_modules(remove_duplicate=False)]
+        states = [(name, module, state) for name, module in below if (state := state_of(module)) is not None]
+        nodes = [(name, module, state.engine) for name, module, state in states]
+        if not with_tensors:
+            return nodes, []
+        wholes: dict[tuple[int, str], nn.Parameter] = {}
+        for _, _, state in states:
+            wholes.update(state._sites)
+        params = [
+            (f"{name}.{site}" if name else site, wholes[id(module), site])
+            for name, module in below
+            for site in module._parameters
+            if (id(module), site) in wholes
+        ]
+        return nodes, params
+
+
+def _looker(own: weakref.ref[State]) -> Any:
+    def look(with_tensors: bool) -> tuple[list, list]:
+        state = own()
+        return state.look(with_tensors) if state is not None else ([], [])
+
+    return look
+
+
+def state_of(module: nn.Module) -> State | None:
+    state = _get_module_state(module)
+    return state if isinstance(state, State) else None

@@ -1,0 +1,135 @@
+#include "dtensor_param.h"
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <utility>
+
+namespace fsdp::python {
+
+namespace {
+
+/// What is needed of torch.distributed.tensor. Lives as long as the process.
+struct DTensorClass {
+  py::object type;
+  py::object make;
+  py::object local = py::str("_local_tensor");
+  py::object spec = py::str("_spec");
+  py::object keywords = py::make_tuple(py::str("requires_grad"));
+};
+
+DTensorClass*& known_class() {
+  static DTensorClass* known = nullptr;
+  return known;
+}
+
+bool is_dtensor(PyObject* object) {
+  return PyObject_IsInstance(object, known_class()->type.ptr()) == 1;
+}
+
+py::object local_object(PyObject* dtensor) {
+  return checked(PyObject_GetAttr(dtensor, known_class()->local.ptr()));
+}
+
+at::Tensor local_of(PyObject* dtensor) {
+  return THPVariable_Unpack(local_object(dtensor).ptr());
+}
+
+/// A DTensor with the placements of `like`.
+at::Tensor make_dtensor(const at::Tensor& local, PyObject* like) {
+  const auto& dtensor = *known_class();
+  const auto spec = checked(PyObject_GetAttr(like, dtensor.spec.ptr()));
+  const auto object = wrapped(local);
+  PyObject* arguments[] = {dtensor.type.ptr(), object.ptr(), spec.ptr(), Py_False};
+  const auto made =
+      checked(PyObject_Vectorcall(dtensor.make.ptr(), arguments, 3, dtensor.keywords.ptr()));
+  return THPVariable_Unpack(made.ptr());
+}
+
+} // namespace
+
+void set_dtensor_class(py::object dtensor, py::object make) {
+  known_class() = new DTensorClass{std::move(dtensor), std::move(make)};
+}
+
+DTensorParam::DTensorParam(
+    std::string name, py::object whole, py::object dtensor, std::vector<Site> sites)
+    : name_(std::move(name)),
+      whole_(std::move(whole)),
+      dtensor_(std::move(dtensor)),
+      sites_(std::move(sites)) {}
+
+const at::Tensor& DTensorParam::tensor() const {
+  return THPVariable_Unpack(dtensor_.ptr());
+}
+
+std::shared_ptr<void> DTensorParam::begin() const {
+  return std::make_shared<Locked>();
+}
+
+void DTensorParam::add_grad(const at::Tensor& grad) {
+  const Locked locked;
+  auto& sum = tensor().mutable_grad();
+  if (!sum.defined()) {
+    sum = make_dtensor(grad, dtensor_.ptr());
+    return;
+  }
+  const auto object = wrapped(sum);
+  TORCH_CHECK_VALUE(
+      is_dtensor(object.ptr()), "[fully_shard] the .grad of parameter '", name_,
+      "' is not a DTensor, so a gradient cannot be added to it; set it to None");
+  local_of(object.ptr()).add_(grad);
+}
+
+void DTensorParam::shown(detail::Face face) {
+  const Locked locked;
+  put(face == detail::Face::Unsharded ? whole_ : dtensor_);
+}
+
+void DTensorParam::put(const Reference& object) const {
+  for (const auto& site : sites_) {
+    if (PyDict_SetItem(site.dict.ptr(), site.name.ptr(), object.ptr()) != 0) {
+      throw_python_error();
+    }
+  }
+}
+
+/// What the first module has in its `_parameters`. Null if the user has removed it.
+PyObject* DTensorParam::registered() const {
+  return PyDict_GetItemWithError(sites_.front().dict.ptr(), sites_.front().name.ptr());
+}
+
+void DTensorParam::attached(const at::Tensor& shard) {
+  const Locked locked;
+  auto* now = registered();
+  if (now && now != whole_.ptr() && now != dtensor_.ptr()) {
+    dtensor_ = Reference(py::reinterpret_borrow<py::object>(now));
+  }
+  put(dtensor_);
+  const auto local = wrapped(shard);
+  if (PyObject_SetAttr(dtensor_.ptr(), known_class()->local.ptr(), local.ptr()) != 0) {
+    throw_python_error();
+  }
+  auto* impl = tensor().unsafeGetTensorImpl();
+  impl->set_version_counter(shard.unsafeGetTensorImpl()->version_counter());
+  impl_ = impl;
+}
+
+at::Tensor DTensorParam::replacement(const at::Tensor& shard) const {
+  const Locked locked;
+  auto* now = registered();
+  if (!now || now == whole_.ptr()) {
+    return {};
+  }
+  TORCH_CHECK_VALUE(
+      is_dtensor(now), "[fully_shard] parameter '", name_, "' was replaced by a ",
+      Py_TYPE(now)->tp_name,
+      ", but is a DTensor outside of forward; give it one (distribute_tensor), or replace it "
+      "before fully_shard");
+  auto local = local_of(now);
+  const bool is_ours = now == dtensor_.ptr() && tensor().unsafeGetTensorImpl() == impl_ &&
+                       local.unsafeGetTensorImpl() == shard.unsafeGetTensorImpl();
+  return is_ours ? at::Tensor() : local.detach();
+}
+
+} // namespace fsdp::python

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "interpreter.h"
+#include "param/user_param.h"
+
+namespace fsdp::python {
+
+// Note [Two objects for a parameter]
+//
+// A Python user holds a DTensor at rest, and sees a plain nn.Parameter inside forward. The plain
+// one is the engine's tensor, the user's own from before fully_shard. The DTensor's local tensor is
+// the engine's shard. To show a face is to put one or the other into the `_parameters` of every
+// module that has the parameter: a shared one is shown at all its sites.
+//
+// - The DTensor and the shard have one version counter, because operators of DTensors move only the
+//   DTensor's.
+// - Only the Python object of the DTensor is held, never an at::Tensor of it: Module._apply swaps
+//   tensors, which torch refuses if C++ holds one.
+// - If somebody puts another DTensor into a module (load_state_dict with assign), or another local
+//   tensor into the DTensor (Module.to), the engine takes it over before the next gather.
+
+/// An entry of a module's `_parameters`.
+struct Site {
+  Reference dict;
+  Reference name;
+};
+
+class DTensorParam : public detail::UserParam {
+ public:
+  DTensorParam(std::string name, py::object whole, py::object dtensor, std::vector<Site> sites);
+
+  const at::Tensor& tensor() const override;
+  void add_grad(const at::Tensor& grad) override;
+  std::shared_ptr<void> begin() const override;
+  void shown(detail::Face face) override;
+  void attached(const at::Tensor& shard) override;
+  at::Tensor replacement(const at::Tensor& shard) const override;
+
+ private:
+  PyObject* registered() const;
+  void put(const Reference& object) const;
+
+  const std::string name_;
+  const Reference whole_;
+  Reference dtensor_;
+  const at::TensorImpl* impl_ = nullptr; // of the DTensor, when the shard was attached
+  const std::vector<Site> sites_;
+};
+
+/// Sets the class DTensor, and the function that makes one of a local tensor and a DTensorSpec.
+void set_dtensor_class(py::object dtensor, py::object make);
+
+} // namespace fsdp::python

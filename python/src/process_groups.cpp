@@ -1,0 +1,199 @@
+#include "process_groups.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "process_group/agreement.h"
+#include "process_group/group_state.h"
+
+namespace fsdp::python {
+
+namespace {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+/// Waits without Python's lock, which another rank may need to get here.
+class UnlockedWork : public c10d::Work {
+ public:
+  explicit UnlockedWork(WorkPtr work) : work_(std::move(work)) {}
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    const Unlocked unlocked;
+    return work_->wait(timeout);
+  }
+
+ private:
+  const WorkPtr work_;
+};
+
+class GivenBackend : public c10d::Backend {
+ public:
+  GivenBackend(GivenGroup group, c10::DeviceType device_type)
+      : Backend(group->getRank(), group->getSize()),
+        group_(std::move(group)),
+        device_type_(device_type),
+        own_(find_backend()) {}
+
+  const GivenGroup& group() const {
+    return group_;
+  }
+  /// The backend for tensors of the device. Null if the group is written in Python.
+  const c10::intrusive_ptr<c10d::Backend>& own() const {
+    return own_;
+  }
+  const std::string getBackendName() const override {
+    return own_ ? own_->getBackendName() : group_->getBackendName();
+  }
+
+  WorkPtr _allgather_base(
+      at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override {
+    return issue([&] { return group_->_allgather_base(out, in, options); });
+  }
+  WorkPtr allgather_into_tensor_coalesced(
+      std::vector<at::Tensor>& outs,
+      std::vector<at::Tensor>& ins,
+      const c10d::AllgatherOptions& options) override {
+    return issue([&] { return group_->allgather_into_tensor_coalesced(outs, ins, options); });
+  }
+  WorkPtr _reduce_scatter_base(
+      at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) override {
+    return issue([&] { return group_->_reduce_scatter_base(out, in, options); });
+  }
+  WorkPtr allreduce(
+      std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
+    return issue([&] { return group_->allreduce(tensors, options); });
+  }
+  WorkPtr broadcast(
+      std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override {
+    return issue([&] { return group_->broadcast(tensors, options); });
+  }
+  WorkPtr barrier(const c10d::BarrierOptions& options) override {
+    return issue([&] { return group_->barrier(options); });
+  }
+
+  bool supportsTensorAlloc(c10::DeviceIndex device) override {
+    return own_ && own_->supportsTensorAlloc(device);
+  }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    return own_->allocateTensor(size, options);
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Backend> find_backend() const {
+    try {
+      return group_->getBackend(device_type_);
+    } catch (const c10::Error&) {
+      return nullptr;
+    }
+  }
+
+  template <class Call>
+  WorkPtr issue(const Call& call) const {
+    const Unlocked unlocked;
+    auto work = call();
+    if (!work) {
+      return work;
+    }
+    return c10::make_intrusive<UnlockedWork>(std::move(work));
+  }
+
+  const GivenGroup group_;
+  const c10::DeviceType device_type_;
+  const c10::intrusive_ptr<c10d::Backend> own_;
+};
+
+/// Lives as long as the process, because nobody may drop it after the interpreter has ended.
+std::optional<Reference>& new_group() {
+  static auto* function = new std::optional<Reference>();
+  return *function;
+}
+
+/// Makes further groups by asking Python: for parameters that stay divided over neighbours after
+/// forward, or for reductions beside gathers.
+class GivenFactory : public detail::BackendFactory {
+ public:
+  GivenFactory(const GivenGroup& world, c10::DeviceType device_type)
+      : BackendFactory(world->getRank(), world->getBackendName()), device_type_(device_type) {}
+
+ protected:
+  c10::intrusive_ptr<c10d::Backend> make(
+      const std::string& /*name*/, const std::vector<int>& world_ranks, int /*rank*/) override {
+    const Locked locked;
+    const auto group = new_group()->handle()(world_ranks).cast<GivenGroup>();
+    return c10::make_intrusive<GivenBackend>(group, device_type_);
+  }
+
+ private:
+  const c10::DeviceType device_type_;
+};
+
+/// What belongs to one default group. A later one, after destroy_process_group, begins anew.
+struct World {
+  c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
+  std::shared_ptr<GivenFactory> factory;
+  std::map<std::pair<c10d::ProcessGroup*, c10::DeviceType>, std::weak_ptr<detail::GroupState>>
+      groups;
+};
+
+std::mutex worlds_mutex;
+
+World& world_of(const GivenGroup& group, c10::DeviceType device_type) {
+  static auto* worlds = new std::vector<World>();
+  std::erase_if(*worlds, [](const World& world) { return world.group.expired(); });
+  for (auto& world : *worlds) {
+    if (world.group.lock() == group) {
+      return world;
+    }
+  }
+  return worlds->emplace_back(
+      World{
+          .group = c10::weak_intrusive_ptr<c10d::ProcessGroup>(group),
+          .factory = std::make_shared<GivenFactory>(group, device_type),
+          .groups = {}});
+}
+
+} // namespace
+
+ProcessGroup group_of(
+    const GivenGroup& group,
+    const std::vector<int>& world_ranks,
+    const GivenGroup& world,
+    c10::DeviceType device_type) {
+  const std::lock_guard lock(worlds_mutex);
+  auto& known = world_of(world, device_type);
+  auto& found = known.groups[{group.get(), device_type}];
+  auto state = found.lock();
+  if (!state) {
+    const auto backend = c10::make_intrusive<GivenBackend>(group, device_type);
+    state = std::make_shared<detail::GroupState>();
+    state->backend = backend;
+    state->name = group->getGroupName();
+    state->world_ranks = world_ranks;
+    state->factory = known.factory;
+    const auto name = backend->getBackendName();
+    if (backend->own() && group->getSize() > 1 && (name == "gloo" || name == "nccl") &&
+        detail::checks_collectives()) {
+      state->history = std::make_unique<detail::CallHistory>(
+          detail::Members{backend->own(), state->name, world_ranks});
+    }
+    found = state;
+  }
+  return ProcessGroup(std::move(state));
+}
+
+GivenGroup given_group(const ProcessGroup& group) {
+  const auto* backend = dynamic_cast<const GivenBackend*>(group.backend().get());
+  TORCH_CHECK(backend, "group '", group.name(), "' of one rank has no counterpart in Python");
+  return backend->group();
+}
+
+void set_new_group(py::object function) {
+  new_group().emplace(std::move(function));
+}
+
+} // namespace fsdp::python

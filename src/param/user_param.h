@@ -1,0 +1,56 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace fsdp::detail {
+
+enum class Face : std::uint8_t { Sharded, Unsharded };
+
+/// What a user holds of a parameter at rest: what an optimizer updates, and where the gradient goes.
+/// A C++ user holds the engine's own tensor (OwnTensor). A Python user holds a DTensor, and sees the
+/// engine's tensor only while it is whole.
+class UserParam {
+ public:
+  virtual ~UserParam() = default;
+
+  /// The tensor whose requires_grad, `.grad` and hooks count.
+  virtual const at::Tensor& tensor() const = 0;
+  /// Adds this rank's part of the gradient to `.grad`. Without gradients (NoGradGuard).
+  virtual void add_grad(const at::Tensor& grad) = 0;
+
+  /// Returns an object that is held while several parameters of a group are used, in the place of
+  /// a lock for each. Python's lock, for example.
+  virtual std::shared_ptr<void> begin() const {
+    return nullptr;
+  }
+  /// The engine's tensor shows this face now.
+  virtual void shown(Face /*face*/) {}
+  /// The shard has new memory. Its version counter is the one that the engine looks at.
+  virtual void attached(const at::Tensor& /*shard*/) {}
+  /// Returns what the user has put in the place of `shard`, or an undefined tensor.
+  virtual at::Tensor replacement(const at::Tensor& /*shard*/) const {
+    return {};
+  }
+};
+
+/// The engine's own tensor. The engine changes its content, see Note [One tensor, two faces], and
+/// notices by itself when the user does.
+class OwnTensor : public UserParam {
+ public:
+  explicit OwnTensor(at::Tensor tensor) : tensor_(std::move(tensor)) {}
+
+  const at::Tensor& tensor() const override {
+    return tensor_;
+  }
+  void add_grad(const at::Tensor& grad) override;
+  void attached(const at::Tensor& shard) override;
+
+ private:
+  const at::Tensor tensor_;
+};
+
+} // namespace fsdp::detail
