@@ -178,7 +178,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
         result = super(torch_fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
-        self.reshard()  # takes over the new local tensors
+        self._engine().adopt()
         return result
 
 

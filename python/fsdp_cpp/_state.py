@@ -61,13 +61,13 @@ class State(_State):
             module.register_forward_hook(post_forward)
         own = weakref.ref(self)
 
-        def reshard(*_args: Any, **_kwargs: Any) -> None:
+        def show_shards(*_args: Any, **_kwargs: Any) -> None:
             if (state := own()) is not None:
-                state.engine.reshard()
+                state.engine.show_shards()
 
         for module in owners:
-            module.register_state_dict_pre_hook(reshard)
-            module._register_load_state_dict_pre_hook(reshard)
+            module.register_state_dict_pre_hook(show_shards)
+            module._register_load_state_dict_pre_hook(show_shards)
 
     def look(self, with_tensors: bool) -> tuple[list, list]:
         """The sharded modules at and below this state's, and the parameters."""

@@ -166,6 +166,21 @@ void ModuleState::reset() {
   engine_->reset();
 }
 
+void ModuleState::show_shards() const {
+  const auto& groups = engine_->groups();
+  if (std::any_of(groups.begin(), groups.end(), [](const auto& group) {
+        return group->state() != detail::ParamsState::Sharded;
+      })) {
+    engine_->reshard();
+  }
+}
+
+void ModuleState::adopt() const {
+  for (const auto& group : engine_->groups()) {
+    group->adopt();
+  }
+}
+
 // ------------------------------------------------------------ Hooks
 
 namespace {

@@ -78,6 +78,10 @@ class ModuleState {
   void forward_failed(PyObject* module, bool stopped);
   /// Forgets an iteration that did not end.
   void reset();
+  /// Reshards, for a state dict, unless the modules have DTensors already.
+  void show_shards() const;
+  /// Takes over what Module._apply has put into the modules.
+  void adopt() const;
 
  private:
   /// A forward under way. Has no scope if it was called from inside a forward of the same module.

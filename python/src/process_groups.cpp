@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/text.h"
 #include "process_group/agreement.h"
 #include "process_group/group_state.h"
 
@@ -20,7 +21,8 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 /// Waits without Python's lock, which another rank may need to get here.
 class UnlockedWork : public c10d::Work {
  public:
-  explicit UnlockedWork(WorkPtr work) : work_(std::move(work)) {}
+  explicit UnlockedWork(WorkPtr work, std::optional<Reference> object = {})
+      : work_(std::move(work)), object_(std::move(object)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
     const Unlocked unlocked;
@@ -29,25 +31,45 @@ class UnlockedWork : public c10d::Work {
 
  private:
   const WorkPtr work_;
+  const std::optional<Reference> object_; // of a work that is written in Python
 };
 
+/// Passes calls on to a group of Python.
 class GivenBackend : public c10d::Backend {
  public:
-  GivenBackend(GivenGroup group, c10::DeviceType device_type)
-      : Backend(group->getRank(), group->getSize()),
-        group_(std::move(group)),
-        device_type_(device_type),
-        own_(find_backend()) {}
+  explicit GivenBackend(GivenGroup group)
+      : Backend(group->getRank(), group->getSize()), group_(std::move(group)) {}
 
   const GivenGroup& group() const {
     return group_;
   }
-  /// The backend for tensors of the device. Null if the group is written in Python.
+
+ protected:
+  template <class Call>
+  static WorkPtr issue(const Call& call) {
+    const Unlocked unlocked;
+    auto work = call();
+    if (!work) {
+      return work;
+    }
+    return c10::make_intrusive<UnlockedWork>(std::move(work));
+  }
+
+  const GivenGroup group_;
+};
+
+/// The usual group, whose backends are written in C++.
+class NativeBackend : public GivenBackend {
+ public:
+  NativeBackend(const GivenGroup& group, c10::intrusive_ptr<c10d::Backend> own)
+      : GivenBackend(group), own_(std::move(own)) {}
+
+  /// The backend for tensors of the device.
   const c10::intrusive_ptr<c10d::Backend>& own() const {
     return own_;
   }
   const std::string getBackendName() const override {
-    return own_ ? own_->getBackendName() : group_->getBackendName();
+    return own_->getBackendName();
   }
 
   WorkPtr _allgather_base(
@@ -77,40 +99,91 @@ class GivenBackend : public c10d::Backend {
   }
 
   bool supportsTensorAlloc(c10::DeviceIndex device) override {
-    return own_ && own_->supportsTensorAlloc(device);
+    return own_->supportsTensorAlloc(device);
   }
   at::Tensor allocateTensor(long size, at::TensorOptions options) override {
     return own_->allocateTensor(size, options);
   }
 
  private:
-  c10::intrusive_ptr<c10d::Backend> find_backend() const {
-    try {
-      return group_->getBackend(device_type_);
-    } catch (const c10::Error&) {
-      return nullptr;
-    }
-  }
-
-  template <class Call>
-  WorkPtr issue(const Call& call) const {
-    const Unlocked unlocked;
-    auto work = call();
-    if (!work) {
-      return work;
-    }
-    return c10::make_intrusive<UnlockedWork>(std::move(work));
-  }
-
-  const GivenGroup group_;
-  const c10::DeviceType device_type_;
   const c10::intrusive_ptr<c10d::Backend> own_;
 };
+
+/// A group that is written in Python, which only the functions of torch.distributed know to call.
+class PythonBackend : public GivenBackend {
+ public:
+  explicit PythonBackend(const GivenGroup& group) : GivenBackend(group) {}
+
+  const std::string getBackendName() const override {
+    return group_->getBackendName();
+  }
+
+  WorkPtr _allgather_base(
+      at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& /*options*/) override {
+    return call({"all_gather_single", "all_gather_into_tensor"}, out, in);
+  }
+  WorkPtr _reduce_scatter_base(
+      at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) override {
+    const Locked locked;
+    return call(
+        {"reduce_scatter_single", "reduce_scatter_tensor"}, out, in,
+        py::arg("op") = options.reduceOp);
+  }
+  WorkPtr allreduce(
+      std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
+    const Locked locked;
+    return call({"all_reduce"}, tensors.at(0), py::arg("op") = options.reduceOp);
+  }
+  WorkPtr broadcast(
+      std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override {
+    const Locked locked;
+    return call({"broadcast"}, tensors.at(0), py::arg("group_src") = options.rootRank);
+  }
+
+ private:
+  /// `names` are those of the function, the newest first: torch 2.13 has renamed some.
+  template <class... Args>
+  WorkPtr call(std::initializer_list<const char*> names, Args&&... args) const {
+    const Locked locked;
+    const auto module = py::module_::import("torch.distributed");
+    const auto* name = std::find_if(
+        names.begin(), names.end(), [&](const char* each) { return py::hasattr(module, each); });
+    const auto work = module.attr(*name)(
+        std::forward<Args>(args)..., py::arg("group") = group_, py::arg("async_op") = true);
+    if (work.is_none()) {
+      return {};
+    }
+    return c10::make_intrusive<UnlockedWork>(work.template cast<WorkPtr>(), Reference(work));
+  }
+};
+
+c10::intrusive_ptr<c10d::Backend> backend_of(const GivenGroup& group, c10::DeviceType device_type) {
+  c10::intrusive_ptr<c10d::Backend> own;
+  try {
+    own = group->getBackend(device_type);
+  } catch (const c10::Error&) {
+    return c10::make_intrusive<PythonBackend>(group);
+  }
+  return c10::make_intrusive<NativeBackend>(group, std::move(own));
+}
 
 /// Lives as long as the process, because nobody may drop it after the interpreter has ended.
 std::optional<Reference>& new_group() {
   static auto* function = new std::optional<Reference>();
   return *function;
+}
+
+/// The ranks of gloo and nccl compare their calls once per step, past the dispatcher.
+void compare_calls_of(detail::GroupState& state) {
+  const auto* backend = dynamic_cast<const NativeBackend*>(state.backend.get());
+  if (!backend || backend->getSize() == 1 || !detail::checks_collectives()) {
+    return;
+  }
+  const auto name = backend->getBackendName();
+  if (name == "gloo" || name == "nccl") {
+    state.history = std::make_unique<detail::CallHistory>(
+        detail::Members{backend->own(), state.name, state.world_ranks});
+  }
 }
 
 /// Makes further groups by asking Python: for parameters that stay divided over neighbours after
@@ -125,7 +198,10 @@ class GivenFactory : public detail::BackendFactory {
       const std::string& /*name*/, const std::vector<int>& world_ranks, int /*rank*/) override {
     const Locked locked;
     const auto group = new_group()->handle()(world_ranks).cast<GivenGroup>();
-    return c10::make_intrusive<GivenBackend>(group, device_type_);
+    return backend_of(group, device_type_);
+  }
+  void choose_comparison(detail::GroupState& group) const override {
+    compare_calls_of(group);
   }
 
  private:
@@ -169,18 +245,12 @@ ProcessGroup group_of(
   auto& found = known.groups[{group.get(), device_type}];
   auto state = found.lock();
   if (!state) {
-    const auto backend = c10::make_intrusive<GivenBackend>(group, device_type);
     state = std::make_shared<detail::GroupState>();
-    state->backend = backend;
-    state->name = group->getGroupName();
+    state->backend = backend_of(group, device_type);
+    state->name = detail::join(world_ranks, "-");
     state->world_ranks = world_ranks;
     state->factory = known.factory;
-    const auto name = backend->getBackendName();
-    if (backend->own() && group->getSize() > 1 && (name == "gloo" || name == "nccl") &&
-        detail::checks_collectives()) {
-      state->history = std::make_unique<detail::CallHistory>(
-          detail::Members{backend->own(), state->name, world_ranks});
-    }
+    compare_calls_of(*state);
     found = state;
   }
   return ProcessGroup(std::move(state));

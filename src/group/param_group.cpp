@@ -136,6 +136,18 @@ void FSDPParamGroup::lazy_init() {
   }
 }
 
+void FSDPParamGroup::adopt() {
+  if (state_ == ParamsState::Sharded) {
+    flat_.take_replacements();
+    const auto device = params().front()->tensor().device();
+    if (was_changed() && std::all_of(params().begin(), params().end(), [&](const auto& param) {
+          return param->tensor().device() == device;
+        })) {
+      to_sharded();
+    }
+  }
+}
+
 /// Replicas that begin with different values would stay different, without a word. So all take
 /// over the first one's values, once, in the first forward: before it, some ranks may have no
 /// values yet. If values are missing then, forward refuses to run.

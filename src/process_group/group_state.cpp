@@ -49,7 +49,7 @@ std::shared_ptr<GroupState> BackendFactory::group(
     made->name = std::move(name);
     made->world_ranks = world_ranks;
     made->factory = weak_from_this();
-    made->choose_comparison(/*is_ours=*/true);
+    choose_comparison(*made);
     state = std::move(made);
   }
   return state;

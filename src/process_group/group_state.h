@@ -65,6 +65,10 @@ class BackendFactory : public std::enable_shared_from_this<BackendFactory> {
   /// every member. `rank` is this rank's index in `world_ranks`.
   virtual c10::intrusive_ptr<c10d::Backend> make(
       const std::string& name, const std::vector<int>& world_ranks, int rank) = 0;
+  /// Sets how the ranks of a new group compare their calls.
+  virtual void choose_comparison(GroupState& group) const {
+    group.choose_comparison(/*is_ours=*/true);
+  }
 
  private:
   const int world_rank_;

@@ -1,0 +1,103 @@
+"""An optimizer and gradient clipping that work on the shards, past the dispatch of DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW, fused. Its state dict is the same: moments are DTensors like the parameters."""
+
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("foreach") and not kwargs.get("differentiable"):
+            kwargs.setdefault("fused", True)
+        super().__init__(params, *args, **kwargs)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self._cuda_graph_capture_health_check()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            # Parameters, gradients, both moments, largest second moments, steps.
+            lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
+            has_complex = self._init_group(group, *lists)
+            beta1, beta2 = group["betas"]
+            adamw(
+                *[[_local(tensor) for tensor in tensors] for tensors in lists],
+                amsgrad=group["amsgrad"],
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=group["maximize"],
+                foreach=group["foreach"],
+                capturable=group["capturable"],
+                differentiable=group["differentiable"],
+                fused=group["fused"],
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=getattr(self, "found_inf", None),
+                has_complex=has_complex,
+            )
+        return loss
+
+
+def _total_norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm over all elements of these tensors."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type)), norm_type)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """torch.nn.utils.clip_grad_norm_ over all ranks. Returns the norm as a plain tensor on every rank."""
+    norm_type = float(norm_type)
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not grads:
+        return torch.tensor(0.0)
+    # Ranks hold other elements along the sharded axes of a mesh, and the same along the others.
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for grad in grads:
+        groups: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(grad, DTensor):
+            axes = [i for i, placement in enumerate(grad.placements) if not placement.is_replicate()]
+            groups = tuple(grad.device_mesh.get_group(axis) for axis in axes)
+        by_groups.setdefault(groups, []).append(_local(grad))
+    is_max = norm_type == float("inf")
+    norms = []
+    for groups, local in by_groups.items():
+        norm = _total_norm(local, norm_type)
+        power = norm if is_max else norm**norm_type
+        for group in groups:
+            dist.all_reduce(power, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        norms.append(power if is_max else power ** (1.0 / norm_type))
+    total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for local in by_groups.values():
+        torch._foreach_mul_(local, factor.to(local[0].device))
+    return total

@@ -1,0 +1,583 @@
+"""Training with fsdp_cpp is training with torch's FSDP2, to the last bit."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import ENGINES, Mlp, batch, compare, mesh_of, see_grads, sharded_mlps, train, whole
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+
+def reshards(reshard):
+    # What neighbours keep is padded in another way.
+    compare(functools.partial(sharded_mlps, reshard_after_forward=reshard), sizes=reshard != 2)
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize("size", [2, 4])
+def test_reshard_after_forward(ranks, size, reshard):
+    ranks(size).run(reshards, reshard)
+
+
+def test_reshard_to_fewer_ranks(ranks):
+    ranks(4).run(reshards, 2)
+
+
+def replicas(how):
+    def make(engine):
+        if how == "hsdp":
+            return sharded_mlps(engine, mesh=mesh_of(2, 2))
+        model = nn.Sequential(*[Mlp() for _ in range(3)])
+        mesh = mesh_of()
+        for layer in model:
+            engine.replicate(layer, mesh=mesh)
+        return engine.replicate(model, mesh=mesh)
+
+    compare(make)
+
+
+@pytest.mark.parametrize("how", ["hsdp", "replicate"])
+def test_replicas(ranks, how):
+    ranks(4).run(replicas, how)
+
+
+def accumulation(shape, how):
+    def run(engine, model, seen):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            for micro in range(3):
+                is_last = micro == 2
+                if how == "no_sync":
+                    model.set_requires_gradient_sync(is_last)
+                elif how == "no_all_reduce":
+                    model.set_requires_all_reduce(is_last)
+                else:
+                    model.set_is_last_backward(is_last)
+                    model.set_reshard_after_backward(is_last)
+                loss = model(batch(3 * step + micro)).square().mean()
+                loss.backward()
+            see_grads(model, seen, loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    # With keep_whole, torch prefetches gathers of modules whose parameters it frees unused.
+    compare(lambda engine: sharded_mlps(engine, mesh=mesh_of(*shape)), run, collectives=how != "keep_whole")
+
+
+@pytest.mark.parametrize("how", ["no_sync", "keep_whole"])
+def test_accumulation(ranks, how):
+    ranks(2).run(accumulation, (), how)
+
+
+@pytest.mark.parametrize("how", ["no_sync", "no_all_reduce"])
+def test_accumulation_with_replicas(ranks, how):
+    ranks(4).run(accumulation, (2, 2), how)
+
+
+def precision(param, reduce, output, cast):
+    policies = {
+        name: engine.MixedPrecisionPolicy(
+            param_dtype=param, reduce_dtype=reduce, output_dtype=output, cast_forward_inputs=cast
+        )
+        for name, engine in ENGINES.items()
+    }
+    compare(lambda engine: sharded_mlps(engine, mp_policy=policies["torch"]))
+
+
+@pytest.mark.parametrize(
+    "param, reduce, output",
+    [
+        (torch.bfloat16, None, None),
+        (torch.bfloat16, torch.float32, None),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (None, torch.bfloat16, None),
+        (torch.float16, torch.float32, None),
+    ],
+)
+def test_mixed_precision(ranks, param, reduce, output):
+    ranks(2).run(precision, param, reduce, output, True)
+
+
+def offload():
+    def make(engine):
+        return sharded_mlps(engine, offload_policy=engine.CPUOffloadPolicy(pin_memory=False))
+
+    compare(make)
+
+
+def test_offload(ranks):
+    ranks(2).run(offload)
+
+
+def prefetch(how):
+    def run(engine, model, seen):
+        layers = list(model)
+        if how == "explicit":
+            for layer, after in zip(layers, layers[1:]):
+                layer.set_modules_to_forward_prefetch([after])
+                after.set_modules_to_backward_prefetch([layer])
+        elif how == "async unshard":
+            handle = layers[0].unshard(async_op=True)
+            handle.wait()
+            handle.wait()
+            assert not isinstance(layers[0].up.weight, DTensor)
+            assert layers[1].unshard() is None
+        train(engine, model, seen)
+
+    compare(sharded_mlps, run)
+
+
+@pytest.mark.parametrize("how", ["explicit", "async unshard"])
+def test_prefetch(ranks, how):
+    ranks(2).run(prefetch, how)
+
+
+def meta_init(then):
+    def make(engine):
+        with torch.device("meta"):
+            model = nn.Sequential(*[Mlp() for _ in range(2)])
+        for layer in model:
+            engine.fully_shard(layer, mesh=mesh_of())
+        engine.fully_shard(model, mesh=mesh_of())
+        if then == "to_empty":
+            model.to_empty(device="cpu")
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.copy_(torch.full_like(param, 0.1))
+        else:
+            full = {name: torch.full(p.shape, 0.1) for name, p in model.named_parameters()}
+            placed = {
+                name: torch.distributed.tensor.distribute_tensor(full[name], p.device_mesh, p.placements)
+                for name, p in model.named_parameters()
+            }
+            model.load_state_dict(placed, assign=True)
+        return model
+
+    compare(make)
+
+
+@pytest.mark.parametrize("then", ["to_empty", "assign"])
+def test_meta_init(ranks, then):
+    ranks(2).run(meta_init, then)
+
+
+def cast_afterwards():
+    def make(engine):
+        return sharded_mlps(engine).to(torch.float64)
+
+    def run(engine, model, seen):
+        for step in range(2):
+            loss = model(batch(step).double()).square().mean()
+            loss.backward()
+            see_grads(model, seen, loss)
+
+    compare(make, run)
+    model = sharded_mlps(ENGINES["fsdp_cpp"])
+    expected = model(batch(0)).detach()
+    model.to(torch.float64)  # after the first forward, which torch does not support
+    torch.testing.assert_close(model(batch(0).double()).float(), expected)
+
+
+def test_to_another_dtype_afterwards(ranks):
+    ranks(2).run(cast_afterwards)
+
+
+class Shared(nn.Module):
+    """A tied weight, a frozen one, an unused one, and sizes that no number of ranks divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 7)
+        self.second = nn.Linear(7, 7, bias=False)
+        self.third = nn.Linear(7, 7, bias=False)
+        self.third.weight = self.second.weight
+        self.frozen = nn.Linear(7, 3)
+        self.unused = nn.Linear(3, 1)
+        self.last = nn.Linear(3, 1)
+        for param in self.frozen.parameters():
+            param.requires_grad_(False)
+
+    def forward(self, x):
+        return self.last(self.frozen(self.third(torch.tanh(self.second(self.first(x))))))
+
+
+def odd_parameters(size):
+    def run(engine, model, seen):
+        train(engine, model, seen)
+        model.frozen.weight.requires_grad_(True)
+        train(engine, model, seen, steps=1)
+
+    compare(lambda engine: engine.fully_shard(Shared(), mesh=mesh_of()), run)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_shared_frozen_unused_and_uneven_parameters(ranks, size):
+    ranks(size).run(odd_parameters, size)
+
+
+def ignored():
+    def make(engine):
+        model = Shared()
+        kept = set(model.last.parameters())
+        engine.fully_shard(model, mesh=mesh_of(), ignored_params=kept)
+        assert not isinstance(model.last.weight, DTensor)
+        return model
+
+    compare(make)
+
+
+def test_ignored_parameters(ranks):
+    ranks(2).run(ignored)
+
+
+def group_of_modules(partial):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = Mlp()
+            self.norm = nn.LayerNorm(6)
+            self.head = nn.Linear(6, 4)
+
+        def forward(self, x):
+            x = self.norm(self.body(x))
+            return x if partial else self.head(x)
+
+    def make(engine):
+        model = Model()
+        engine.fully_shard(model.body, mesh=mesh_of())
+        engine.fully_shard([model.norm, model.head], mesh=mesh_of())
+        return engine.fully_shard(model, mesh=mesh_of())
+
+    compare(make)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_several_modules_as_one_group(ranks, partial):
+    ranks(2).run(group_of_modules, partial)
+
+
+def placement():
+    def by_largest_dim(param):
+        dim = max(range(param.dim()), key=lambda i: param.shape[i])
+        return Shard(dim - param.dim())
+
+    compare(lambda engine: sharded_mlps(engine, shard_placement_fn=by_largest_dim))
+
+
+def test_placement_function(ranks):
+    ranks(2).run(placement)
+
+
+def forward_methods():
+    class Model(Mlp):
+        def encode(self, x, *, scale):
+            return torch.relu(self.up(x)) * scale
+
+        def both(self, x):
+            return self(x) + self.down(self.encode(x, scale=2.0))
+
+    def make(engine):
+        model = engine.fully_shard(Model(), mesh=mesh_of())
+        engine.register_fsdp_forward_method(model, "encode")
+        engine.register_fsdp_forward_method(model, "both")
+        engine.register_fsdp_forward_method(nn.Linear(1, 1), "nothing")
+        with pytest.raises(ValueError, match="does not have a method missing"):
+            engine.register_fsdp_forward_method(model, "missing")
+        return model
+
+    def run(engine, model, seen):
+        model(batch(9))  # so that this forward is the root's first one
+        for step in range(2):
+            loss = model.encode(batch(step), scale=0.5).square().mean()
+            loss.backward()
+            see_grads(model, seen, loss)
+            loss = model.both(batch(step)).square().mean()
+            loss.backward()
+            see_grads(model, seen, loss)
+
+    compare(make, run, collectives=False)  # `both` gathers once, and torch's three times
+
+
+def test_forward_methods(ranks):
+    ranks(2).run(forward_methods)
+
+
+def divide_factors():
+    def run(engine, model, seen):
+        for factor, layer in zip((0.5, 3.0, 4.0), model):
+            layer.set_gradient_divide_factor(factor)
+            layer.set_force_sum_reduction_for_comms(True)  # gloo has no weighted sums
+        train(engine, model, seen)
+
+    compare(sharded_mlps, run)
+
+
+def test_divide_factors(ranks):
+    ranks(2).run(divide_factors)
+
+
+def all_reduce_hook():
+    def run(engine, model, seen):
+        def hook(flat):
+            seen.append(("hook", flat.clone()))
+            flat.mul_(2)
+
+        model[1].set_all_reduce_hook(hook)
+        train(engine, model, seen)
+
+    compare(sharded_mlps, run)
+
+
+def test_all_reduce_hook(ranks):
+    ranks(2).run(all_reduce_hook)
+
+
+class Gather:
+    def __init__(self, seen):
+        self.seen = seen
+
+    def allocate(self, size, *, dtype, device):
+        self.seen.append(("allocate", list(size)))
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.seen.append(("gather", input_tensor.clone()))
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class Scatter(Gather):
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        self.seen.append(("scatter", input_tensor.clone()))
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def custom_collectives():
+    def run(engine, model, seen):
+        gathers, scatters = [], []
+        model[0].set_custom_all_gather(Gather(gathers))
+        model[1].set_custom_reduce_scatter(Scatter(scatters))
+        train(engine, model, seen)
+        assert gathers and scatters
+        seen += [(name, value) for name, value in gathers + scatters if name != "allocate"]
+
+    compare(sharded_mlps, run)
+
+
+def test_custom_collectives(ranks):
+    ranks(2).run(custom_collectives)
+
+
+def without_gradients():
+    def run(engine, model, seen):
+        train(engine, model, seen)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                seen.append(("output", model(batch(0)).clone()))
+        train(engine, model, seen)
+
+    # After a forward without a backward, torch prefetches a gather that it does not use.
+    compare(sharded_mlps, run, collectives=False)
+
+
+def test_without_gradients(ranks):
+    ranks(2).run(without_gradients)
+
+
+def inference_first():
+    model = sharded_mlps(ENGINES["fsdp_cpp"])
+    with torch.inference_mode():
+        expected = model(batch(0)).clone()
+    output = model(batch(0))  # torch's engine throws here
+    assert torch.equal(output, expected)
+    output.sum().backward()
+
+
+def test_inference_before_training(ranks):
+    ranks(2).run(inference_first)
+
+
+def recomputation(reentrant):
+    class Model(nn.Sequential):
+        def forward(self, x):
+            for layer in self:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x
+
+    def make(engine):
+        model = Model(*[Mlp() for _ in range(3)])
+        for layer in model:
+            engine.fully_shard(layer, mesh=mesh_of())
+        return engine.fully_shard(model, mesh=mesh_of())
+
+    def run(engine, model, seen):
+        for step in range(2):
+            loss = model(batch(step).requires_grad_()).square().mean()
+            loss.backward()
+            see_grads(model, seen, loss)
+
+    # In a backward inside of backward, torch prefetches, and fsdp_cpp does not.
+    compare(make, run, collectives=not reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(ranks, reentrant):
+    ranks(2).run(recomputation, reentrant)
+
+
+def gradient_hooks():
+    def run(engine, model, seen):
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(
+                lambda param, name=name: seen.append((name, whole(param.grad)))
+            )
+        train(engine, model, seen)
+
+    compare(sharded_mlps, run, collectives=False)  # the hook gathers
+
+
+def test_post_accumulate_grad_hooks(ranks):
+    ranks(2).run(gradient_hooks)
+
+
+def unused_on_one_rank():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.a(x) if dist.get_rank() == 0 else self.b(x)
+
+    def run(engine, model, seen):
+        model.set_reduce_scatter_unused_params(True)
+        train(engine, model, seen)
+
+    compare(lambda engine: engine.fully_shard(Model(), mesh=mesh_of()), run)
+
+
+def test_parameters_that_one_rank_does_not_use(ranks):
+    ranks(2).run(unused_on_one_rank)
+
+
+def two_roots():
+    def make(engine):
+        return nn.ModuleDict({name: sharded_mlps(engine, layers=2) for name in ("one", "two")})
+
+    def run(engine, model, seen):
+        engine.share_comm_ctx([model["one"], model["two"]])
+        for step in range(3):
+            loss = (model["one"](batch(step)) + model["two"](batch(step + 7))).square().mean()
+            loss.backward()
+            see_grads(model, seen, loss)
+
+    compare(make, run, collectives=False)  # torch's roots share prefetches from the second step on
+
+
+def test_two_roots(ranks):
+    ranks(2).run(two_roots)
+
+
+def scaler_and_clipping():
+    def run(engine, model, seen):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            loss = model(batch(step)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            seen.append(("norm", whole(norm)))
+            see_grads(model, seen, loss)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    compare(sharded_mlps, run)
+
+
+def test_grad_scaler_and_clipping(ranks):
+    ranks(2).run(scaler_and_clipping)
+
+
+def autocast():
+    def run(engine, model, seen):
+        for step in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(batch(step)).float().square().mean()
+            loss.backward()
+            see_grads(model, seen, loss)
+
+    compare(sharded_mlps, run)
+
+
+def test_autocast(ranks):
+    ranks(2).run(autocast)
+
+
+def backward_twice(retain):
+    def run(engine, model, seen):
+        output = model(batch(0))
+        output.square().mean().backward(retain_graph=True)
+        output.mean().backward()
+        see_grads(model, seen, output.mean())
+
+    compare(sharded_mlps, run)
+
+
+def test_two_backwards_of_a_forward(ranks):
+    ranks(2).run(backward_twice, True)
+
+
+def forward_twice():
+    def run(engine, model, seen):
+        for step in range(2):
+            loss = (model(batch(step)) * model(batch(step + 5))).mean()
+            loss.backward()
+            see_grads(model, seen, loss)
+
+    compare(sharded_mlps, run)
+
+
+def test_two_forwards_of_a_backward(ranks):
+    ranks(2).run(forward_twice)
+
+
+def after_an_error(where):
+    def run(engine, model, seen):
+        class Fail(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                raise KeyboardInterrupt if where == "interrupt" else OSError("in backward")
+
+        handle = None
+        if where in ("forward", "interrupt"):
+
+            def fail(*_):
+                raise KeyboardInterrupt if where == "interrupt" else OSError("in forward")
+
+            handle = model[1].down.register_forward_pre_hook(fail)
+        with contextlib.suppress(OSError, KeyboardInterrupt):
+            output = model(batch(0))
+            Fail.apply(output).sum().backward()
+        if handle is not None:
+            handle.remove()
+        if engine is ENGINES["torch"]:
+            model.reset_iter_state()
+        for param in model.parameters():
+            param.grad = None
+        train(engine, model, seen)
+
+    compare(sharded_mlps, run, collectives=False)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "interrupt"])
+def test_training_goes_on_after_an_error(ranks, where):
+    ranks(2).run(after_an_error, where)
