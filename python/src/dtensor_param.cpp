@@ -1,6 +1,7 @@
 #include "dtensor_param.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
 
 #include <optional>
 #include <utility>
@@ -33,6 +34,19 @@ py::object local_object(PyObject* dtensor) {
 
 at::Tensor local_of(PyObject* dtensor) {
   return THPVariable_Unpack(local_object(dtensor).ptr());
+}
+
+/// Returns an alias of `shard` with a storage and an offset of its own. Who copies or saves the
+/// storage of a local tensor, as async_save does, wants this parameter and not its whole group.
+at::Tensor with_own_storage(const at::Tensor& shard) {
+  const c10::InferenceMode not_inference(false);
+  auto alias = shard.is_meta() || shard.numel() == 0
+                   ? at::empty(shard.sizes(), shard.options())
+                   : at::from_blob(
+                         shard.data_ptr(), shard.sizes(), shard.strides(),
+                         [shard](void*) {}, shard.options());
+  alias.unsafeGetTensorImpl()->set_version_counter(shard.unsafeGetTensorImpl()->version_counter());
+  return alias;
 }
 
 /// A DTensor with the placements of `like`.
@@ -106,16 +120,16 @@ void DTensorParam::attached(const at::Tensor& shard) {
     dtensor_ = Reference(py::reinterpret_borrow<py::object>(now));
   }
   put(dtensor_);
-  const auto local = wrapped(shard);
-  if (PyObject_SetAttr(dtensor_.ptr(), known_class()->local.ptr(), local.ptr()) != 0) {
+  local_ = with_own_storage(shard);
+  if (PyObject_SetAttr(dtensor_.ptr(), known_class()->local.ptr(), wrapped(local_).ptr()) != 0) {
     throw_python_error();
   }
-  auto* impl = tensor().unsafeGetTensorImpl();
-  impl->set_version_counter(shard.unsafeGetTensorImpl()->version_counter());
-  impl_ = impl;
+  impl_ = tensor().unsafeGetTensorImpl();
+  impl_->set_storage_offset(0);
+  impl_->set_version_counter(shard.unsafeGetTensorImpl()->version_counter());
 }
 
-at::Tensor DTensorParam::replacement(const at::Tensor& shard) const {
+at::Tensor DTensorParam::replacement() const {
   const Locked locked;
   auto* now = registered();
   if (!now || now == whole_.ptr()) {
@@ -128,7 +142,7 @@ at::Tensor DTensorParam::replacement(const at::Tensor& shard) const {
       "before fully_shard");
   auto local = local_of(now);
   const bool is_ours = now == dtensor_.ptr() && tensor().unsafeGetTensorImpl() == impl_ &&
-                       local.unsafeGetTensorImpl() == shard.unsafeGetTensorImpl();
+                       local.is_same(local_);
   return is_ours ? at::Tensor() : local.detach();
 }
 

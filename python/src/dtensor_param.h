@@ -11,8 +11,8 @@ namespace fsdp::python {
 // Note [Two objects for a parameter]
 //
 // A Python user holds a DTensor at rest, and sees a plain nn.Parameter inside forward. The plain
-// one is the engine's tensor, the user's own from before fully_shard. The DTensor's local tensor is
-// the engine's shard. To show a face is to put one or the other into the `_parameters` of every
+// one is the engine's tensor, the user's own from before fully_shard. The DTensor's local tensor has
+// the memory of the engine's shard. To show a face is to put one or the other into the `_parameters` of every
 // module that has the parameter: a shared one is shown at all its sites.
 //
 // - The DTensor and the shard have one version counter, because operators of DTensors move only the
@@ -37,7 +37,7 @@ class DTensorParam : public detail::UserParam {
   std::shared_ptr<void> begin() const override;
   void shown(detail::Face face) override;
   void attached(const at::Tensor& shard) override;
-  at::Tensor replacement(const at::Tensor& shard) const override;
+  at::Tensor replacement() const override;
 
  private:
   PyObject* registered() const;
@@ -46,7 +46,8 @@ class DTensorParam : public detail::UserParam {
   const std::string name_;
   const Reference whole_;
   Reference dtensor_;
-  const at::TensorImpl* impl_ = nullptr; // of the DTensor, when the shard was attached
+  at::TensorImpl* impl_ = nullptr; // of the DTensor, when the shard was attached
+  at::Tensor local_;               // inside of the DTensor, since then
   const std::vector<Site> sites_;
 };
 

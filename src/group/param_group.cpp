@@ -292,15 +292,19 @@ void FSDPParamGroup::divide() {
 
 /// Frees the whole parameters, and adopts shards that were replaced. No gather is under way.
 void FSDPParamGroup::to_sharded(bool overlap_next_gather) {
+  show_shards(overlap_next_gather);
+  if (was_changed()) {
+    flat_.build();
+    comm->gather_after(StreamEvent::of(optional_current_stream(flat_.device())));
+  }
+}
+
+void FSDPParamGroup::show_shards(bool overlap_next_gather) {
   TORCH_INTERNAL_ASSERT(!gather_);
   flat_.show(Face::Sharded);
   flat_.drop_divided();
   free_whole(overlap_next_gather);
   enter(ParamsState::Sharded);
-  if (was_changed()) {
-    flat_.build();
-    comm->gather_after(StreamEvent::of(optional_current_stream(flat_.device())));
-  }
 }
 
 /// Memory that a gather allocated on its own stream goes back to that stream; see Note [Who keeps
@@ -377,9 +381,11 @@ void FSDPParamGroup::prefetch(UnshardFor purpose) {
 
 void FSDPParamGroup::post_backward(bool keep) {
   const Range range("post_backward", label_);
-  if (!reduce_grads) {
+  {
     const Range accumulating("post_backward_accumulate", label_);
-    reducer_->accumulate();
+    if (!reduce_grads) {
+      reducer_->accumulate();
+    }
   }
   kept_for_graph_ |= keep;
   if (kept_for_graph_) {
@@ -443,7 +449,7 @@ void FSDPParamGroup::reset() {
   kept_for_graph_ = false;
   gather_.reset();
   flat_.drop_payloads();
-  to_sharded();
+  show_shards(); // the next gather adopts shards that were replaced, and may refuse to
 }
 
 // ------------------------------------------------------------ Settings

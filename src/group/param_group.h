@@ -151,6 +151,7 @@ class FSDPParamGroup {
   void take_first_replica();
   void start_gather(UnshardFor purpose);
   void to_sharded(bool overlap_next_gather = false);
+  void show_shards(bool overlap_next_gather = false);
   void keep_whole();
   void divide();
   void free_whole(bool overlap_next_gather);

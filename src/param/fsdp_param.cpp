@@ -195,11 +195,11 @@ void FSDPParam::set_user(std::shared_ptr<UserParam> user) {
 
 bool FSDPParam::was_replaced() const {
   return !holds(face_ == Face::Sharded ? sharded_ : unsharded_) ||
-         (face_ == Face::Sharded && user_->replacement(sharded_).defined());
+         (face_ == Face::Sharded && user_->replacement().defined());
 }
 
 void FSDPParam::take_replacement() {
-  if (const auto values = user_->replacement(sharded_); values.defined()) {
+  if (const auto values = user_->replacement(); values.defined()) {
     param_.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
   }
 }

@@ -31,8 +31,9 @@ class UserParam {
   virtual void shown(Face /*face*/) {}
   /// The shard has new memory. Its version counter is the one that the engine looks at.
   virtual void attached(const at::Tensor& /*shard*/) {}
-  /// Returns what the user has put in the place of `shard`, or an undefined tensor.
-  virtual at::Tensor replacement(const at::Tensor& /*shard*/) const {
+  /// Returns what the user has put in the place of the shard that was attached, or an undefined
+  /// tensor.
+  virtual at::Tensor replacement() const {
     return {};
   }
 };

@@ -32,7 +32,10 @@ ForwardScope::ForwardScope(CallSite site)
 ForwardScope::~ForwardScope() {
   leave();
   if (!finished_ && !(RecomputeScope::stopping() && ended_early())) {
-    site_.state->forward_failed(site_.module);
+    try {
+      site_.state->forward_failed(site_.module);
+    } catch (const std::exception&) { // the first error is on its way
+    }
   }
   at::autocast::set_autocast_cache_enabled(autocast_cache_);
 }

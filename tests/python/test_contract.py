@@ -1,0 +1,259 @@
+"""What users and libraries see of a sharded module."""
+
+import contextlib
+import copy
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+from parity import ENGINES, Mlp, batch, compare, mesh_of, see_grads, sharded_mlps, whole
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+import fsdp_cpp
+import fsdp_cpp.optim
+
+
+def faces():
+    model = sharded_mlps(fsdp_cpp)
+    layer = model[0]
+    assert isinstance(layer, fsdp_cpp.FSDPModule) and isinstance(layer, torch_fsdp.FSDPModule)
+    assert isinstance(layer, Mlp) and type(layer).__name__ == "FSDPMlp"
+    weight = layer.up.weight
+    assert isinstance(weight, DTensor) and isinstance(weight, nn.Parameter)
+    assert weight.placements == (Shard(0),) and weight.shape == (10, 6)
+    seen = []
+    layer.up.register_forward_pre_hook(lambda module, _: seen.append((type(module.weight), module.weight.shape)))
+    model(batch(0)).sum().backward()
+    assert seen == [(nn.Parameter, (10, 6))]
+    assert layer.up.weight is weight and isinstance(weight.grad, DTensor)
+    assert weight.grad.placements == weight.placements
+    layer.unshard()
+    assert type(layer.up.weight) is nn.Parameter
+    assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
+    assert layer.up.weight is weight  # a state dict has shards
+    with pytest.raises(AssertionError, match="does not support deepcopy"):
+        copy.deepcopy(model)
+    assert type(model[:2]) is nn.Sequential
+    assert type(fsdp_cpp.replicate(Mlp(), mesh=mesh_of())).__name__ == "ReplicateMlp"
+    replicas = sharded_mlps(fsdp_cpp, mesh=mesh_of(1, dist.get_world_size()))
+    assert replicas[0].up.weight.placements == (Replicate(), Shard(0))
+
+
+def test_faces(ranks):
+    ranks(2).run(faces)
+
+
+def errors(engine_name):
+    """The same misuse gets the same error from both engines."""
+    engine = ENGINES[engine_name]
+    mesh = mesh_of()
+
+    @contextlib.contextmanager
+    def refused(kind, text):
+        with pytest.raises(kind, match=text):
+            yield
+
+    with refused(ValueError, "does not support containers that do not implement forward"):
+        engine.fully_shard(nn.ModuleList([Mlp()]), mesh=mesh)
+    with refused(ValueError, "expects a 1D or 2D DeviceMesh but got"):
+        engine.fully_shard(Mlp(), mesh=dist.init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c")))
+    with refused(AssertionError, "Please init the 2D mesh for HSDP with mesh_dim_names specified"):
+        engine.fully_shard(Mlp(), mesh=dist.init_device_mesh("cpu", (1, 2)))
+    with refused(ValueError, "it should be a factor of 2, not 3"):
+        engine.fully_shard(Mlp(), mesh=mesh, reshard_after_forward=3)
+    with refused(ValueError, "should be a bool or an int"):
+        engine.fully_shard(Mlp(), mesh=mesh, reshard_after_forward="yes")
+    scalar = nn.Module()
+    scalar.scale = nn.Parameter(torch.tensor(1.0))
+    with refused(ValueError, "Change scale to a 1D tensor with numel equal to 1"):
+        engine.fully_shard(scalar, mesh=mesh)
+    module = engine.fully_shard(Mlp(), mesh=mesh)
+    with refused(AssertionError, "can only be applied to a module once"):
+        engine.fully_shard(module, mesh=mesh)
+    with refused(ValueError, "Expects FSDPModule but got"):
+        module.set_modules_to_forward_prefetch([Mlp()])
+    with refused(ValueError, "reshard_after_forward should be a bool"):
+        module.set_reshard_after_forward(2)
+    with refused(TypeError, "max_input_buffers must be an int"):
+        module.set_reduce_scatter_max_input_buffers(True)
+    with refused(ValueError, "max_input_buffers must be a positive int"):
+        module.set_reduce_scatter_max_input_buffers(0)
+    with refused(ValueError, "Expects list of FSDPModules"):
+        engine.share_comm_ctx([Mlp()])
+    with torch.device("meta"):
+        unfilled = Mlp()
+    engine.fully_shard(unfilled, mesh=mesh)
+    with refused(RuntimeError, "should be materialized from meta device before training"):
+        unfilled(batch(0))
+    with refused(RuntimeError, "must be called on the root"):
+        outer = sharded_mlps(engine)
+        outer(batch(0))
+        outer[0].reset_iter_state()
+
+
+@pytest.mark.parametrize("engine", ["torch", "fsdp_cpp"])
+def test_errors(ranks, engine):
+    ranks(2).run(errors, engine)
+
+
+def own_errors():
+    mesh = mesh_of()
+    tensor_parallel = nn.Linear(4, 4)
+    tensor_parallel.weight = nn.Parameter(DTensor.from_local(tensor_parallel.weight.detach(), mesh, [Replicate()]))
+    with pytest.raises(NotImplementedError, match="'weight' of Linear, which is a DTensor already"):
+        fsdp_cpp.fully_shard(tensor_parallel, mesh=mesh)
+    assert type(tensor_parallel) is nn.Linear
+    model = sharded_mlps(fsdp_cpp)
+    whole_weight = []
+    handle = model[0].up.register_forward_pre_hook(lambda module, _: whole_weight.append(module.weight))
+    model(batch(0)).sum().backward()
+    handle.remove()
+    with pytest.raises(RuntimeError, match="0.up.weight.* while it is sharded"):
+        torch.nn.functional.linear(batch(0), whole_weight[0])
+    model[0].up.weight = nn.Parameter(torch.zeros(10, 6))
+    with pytest.raises(ValueError, match="was replaced by a Parameter, but is a DTensor outside of forward"):
+        model(batch(0))
+
+
+def test_own_errors(ranks):
+    ranks(2).run(own_errors)
+
+
+def ranks_that_disagree():
+    torch.manual_seed(0)
+    model = sharded_mlps(fsdp_cpp, layers=2)
+    with pytest.raises(RuntimeError, match="rank"):
+        for step in range(5):
+            first, second = (model[0], model[1]) if dist.get_rank() == 0 else (model[1], model[0])
+            model.forward = lambda x, first=first, second=second: second(first(x))
+            model(batch(step)).sum().backward()
+
+
+def test_ranks_that_call_other_modules(ranks):
+    ranks(2).run(ranks_that_disagree)
+
+
+def optimizers(clip):
+    """fsdp_cpp.optim does what torch.optim does with DTensors, and its state dicts are the same."""
+    results = []
+    for kind in (torch.optim.AdamW, fsdp_cpp.optim.AdamW):
+        torch.manual_seed(0)
+        model = sharded_mlps(fsdp_cpp)
+        optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1, amsgrad=True, fused=True)
+        clip_grad_norm_ = torch.nn.utils.clip_grad_norm_ if kind is torch.optim.AdamW else fsdp_cpp.optim.clip_grad_norm_
+        norms = []
+        for step in range(3):
+            model(batch(step)).square().mean().backward()
+            if clip:
+                norms.append(whole(clip_grad_norm_(model.parameters(), 0.1)))
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((model.state_dict(), get_optimizer_state_dict(model, optimizer), norms))
+    (params, state, norms), (own_params, own_state, own_norms) = results
+    assert len(norms) == len(own_norms)
+    for expected, norm in zip(norms, own_norms):
+        torch.testing.assert_close(norm, expected)
+    for name, param in params.items():
+        torch.testing.assert_close(whole(own_params[name]), whole(param), rtol=0, atol=0 if not clip else 1e-6)
+    assert state["param_groups"] == own_state["param_groups"]
+    assert state["state"].keys() == own_state["state"].keys()
+    for name, values in state["state"].items():
+        for key, value in values.items():
+            own = own_state["state"][name][key]
+            assert type(own) is type(value) and getattr(own, "placements", 0) == getattr(value, "placements", 0)
+            torch.testing.assert_close(whole(own), whole(value), rtol=0, atol=0 if not clip else 1e-6)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_optimizer(ranks, clip):
+    ranks(2).run(optimizers, clip)
+
+
+def checkpoints(how):
+    torch.manual_seed(0)
+    model = sharded_mlps(fsdp_cpp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(batch(0)).sum().backward()
+    optimizer.step()
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    expected = {name: whole(value) for name, value in state["model"].items()}
+    if how == "async":
+        dcp.async_save(state, checkpoint_id=folder[0]).result()
+    else:
+        dcp.save(state, checkpoint_id=folder[0])
+    # What fsdp_cpp has saved, torch's engine loads, and the other way round.
+    torch.manual_seed(1)
+    for engine in ENGINES.values():
+        other = sharded_mlps(engine)
+        other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+        loaded = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, other_optimizer)}
+        dcp.load(loaded, checkpoint_id=folder[0])
+        set_model_state_dict(other, loaded["model"])
+        set_optimizer_state_dict(other, other_optimizer, loaded["optimizer"])
+        for name, value in other.state_dict().items():
+            assert torch.equal(whole(value), expected[name]), name
+        assert torch.equal(other(batch(1)), model(batch(1)))
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(other, {name: value + 1 for name, value in full.items()}, options=StateDictOptions(full_state_dict=True))
+    for name, value in other.state_dict().items():
+        assert torch.equal(whole(value), expected[name] + 1), name
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_checkpoints(ranks, how):
+    ranks(2).run(checkpoints, how)
+
+
+def counts_and_names():
+    counts, names = [], []
+    for engine in ENGINES.values():
+        model = sharded_mlps(engine)
+        with CommDebugMode() as counter:
+            model(batch(0)).sum().backward()
+        counts.append({str(kind): number for kind, number in counter.get_comm_counts().items()})
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(batch(0)).sum().backward()
+        names.append({event.key for event in profile.key_averages() if event.key.startswith("FSDP::")})
+    assert counts[0] == counts[1] and sum(counts[0].values()) > 0
+    missing = names[0] - names[1]
+    assert not missing, missing
+
+
+def test_counts_and_profiler_names(ranks):
+    ranks(2).run(counts_and_names)
+
+
+def lifetime():
+    import gc
+    import weakref
+
+    model = sharded_mlps(fsdp_cpp)
+    model(batch(0)).sum().backward()
+    watched = [weakref.ref(model), weakref.ref(model[0].up.weight), weakref.ref(model[0]._get_fsdp_state())]
+    del model
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * 3
+    model = sharded_mlps(fsdp_cpp)
+    loss = model(batch(0)).sum()
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match="after the module was gone"):
+        loss.backward()
+
+
+def test_a_model_goes_with_its_last_reference(ranks):
+    ranks(2).run(lifetime)
