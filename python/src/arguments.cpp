@@ -128,14 +128,14 @@ py::object TensorTree::rebuilt(PyObject* root) {
       return py::tuple(children);
     }
     if (PyList_CheckExact(root)) {
-      return std::move(children);
+      return children;
     }
     py::dict copy;
     size_t i = 0;
     for (const auto item : py::reinterpret_borrow<py::dict>(root)) {
       copy[item.first] = children[i++];
     }
-    return std::move(copy);
+    return copy;
   }
   const auto node = tree_functions()->children(same);
   if (node.is_none()) {

@@ -30,13 +30,12 @@ void translate_exceptions(std::exception_ptr error) {
 void bind_specs(py::module_& m) {
   using Dtype = std::optional<at::ScalarType>;
   py::class_<MeshSpec>(m, "MeshSpec")
-      .def(
-          py::init([](std::string device_type, std::vector<GivenGroup> groups,
-                      std::vector<std::vector<int>> group_ranks, std::vector<int> ranks,
-                      std::vector<std::string> names, bool replicated) {
-            return MeshSpec{std::move(device_type), std::move(groups), std::move(group_ranks),
-                            std::move(ranks),       std::move(names),  replicated};
-          }));
+      .def(py::init([](std::string device_type, std::vector<GivenGroup> groups,
+                       std::vector<std::vector<int>> group_ranks, std::vector<int> ranks,
+                       std::vector<std::string> names, bool replicated) {
+        return MeshSpec{std::move(device_type), std::move(groups), std::move(group_ranks),
+                        std::move(ranks),       std::move(names),  replicated};
+      }));
   py::class_<GroupSpec>(m, "GroupSpec")
       .def(py::init([](MeshSpec mesh,
                        const std::vector<std::tuple<std::string, at::Tensor, int64_t>>& params,
@@ -96,10 +95,8 @@ void bind_state(py::module_& m) {
             return state.post_forward(module.ptr(), output.ptr());
           })
       .def(
-          "forward_failed",
-          [](ModuleState& state, py::handle module, bool stopped) {
-            state.forward_failed(module.ptr(), stopped);
-          })
+          "forward_failed", [](ModuleState& state, py::handle module,
+                               bool stopped) { state.forward_failed(module.ptr(), stopped); })
       .def("reset", &ModuleState::reset)
       .def("unshard", [](const ModuleState& state) { state.engine()->unshard(); })
       .def("wait_for_unshard", [](const ModuleState& state) { state.engine()->wait_for_unshard(); })

@@ -10,7 +10,8 @@ namespace fsdp::python {
 
 namespace {
 
-at::Tensor allocate_by(const Reference& comm, at::IntArrayRef sizes, const at::TensorOptions& options) {
+at::Tensor allocate_by(
+    const Reference& comm, at::IntArrayRef sizes, const at::TensorOptions& options) {
   const Locked locked;
   return comm.handle()
       .attr("allocate")(
@@ -66,8 +67,11 @@ class PythonReduceScatter : public ReduceScatter {
     return allocate_by(comm_, sizes, options);
   }
   Work operator()(
-      at::Tensor& out, const at::Tensor& in, ProcessGroup& group, ReduceOp op, bool async_op)
-      override {
+      at::Tensor& out,
+      const at::Tensor& in,
+      ProcessGroup& group,
+      ReduceOp op,
+      bool async_op) override {
     const Locked locked;
     wait_for(comm_.handle()(
         py::arg("output_tensor") = out, py::arg("input_tensor") = in,

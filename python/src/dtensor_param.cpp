@@ -43,8 +43,8 @@ at::Tensor with_own_storage(const at::Tensor& shard) {
   auto alias = shard.is_meta() || shard.numel() == 0
                    ? at::empty(shard.sizes(), shard.options())
                    : at::from_blob(
-                         shard.data_ptr(), shard.sizes(), shard.strides(),
-                         [shard](void*) {}, shard.options());
+                         shard.data_ptr(), shard.sizes(), shard.strides(), [shard](void*) {},
+                         shard.options());
   alias.unsafeGetTensorImpl()->set_version_counter(shard.unsafeGetTensorImpl()->version_counter());
   return alias;
 }
@@ -141,8 +141,8 @@ at::Tensor DTensorParam::replacement() const {
       ", but is a DTensor outside of forward; give it one (distribute_tensor), or replace it "
       "before fully_shard");
   auto local = local_of(now);
-  const bool is_ours = now == dtensor_.ptr() && tensor().unsafeGetTensorImpl() == impl_ &&
-                       local.is_same(local_);
+  const bool is_ours =
+      now == dtensor_.ptr() && tensor().unsafeGetTensorImpl() == impl_ && local.is_same(local_);
   return is_ours ? at::Tensor() : local.detach();
 }
 

@@ -11,9 +11,9 @@ namespace fsdp::python {
 // Note [Two objects for a parameter]
 //
 // A Python user holds a DTensor at rest, and sees a plain nn.Parameter inside forward. The plain
-// one is the engine's tensor, the user's own from before fully_shard. The DTensor's local tensor has
-// the memory of the engine's shard. To show a face is to put one or the other into the `_parameters` of every
-// module that has the parameter: a shared one is shown at all its sites.
+// one is the engine's tensor, the user's own from before fully_shard. The DTensor's local tensor
+// has the memory of the engine's shard. To show a face is to put one or the other into the
+// `_parameters` of every module that has the parameter: a shared one is shown at all its sites.
 //
 // - The DTensor and the shard have one version counter, because operators of DTensors move only the
 //   DTensor's.

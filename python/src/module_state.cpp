@@ -213,8 +213,8 @@ PyMethodDef post_hook_definition{
 } // namespace
 
 py::tuple forward_hooks(const std::shared_ptr<ModuleState>& state) {
-  const auto capsule = checked(PyCapsule_New(
-      new std::shared_ptr<ModuleState>(state), kCapsule, [](PyObject* self) {
+  const auto capsule =
+      checked(PyCapsule_New(new std::shared_ptr<ModuleState>(state), kCapsule, [](PyObject* self) {
         delete static_cast<std::shared_ptr<ModuleState>*>(PyCapsule_GetPointer(self, kCapsule));
       }));
   return py::make_tuple(

@@ -226,11 +226,10 @@ World& world_of(const GivenGroup& group, c10::DeviceType device_type) {
       return world;
     }
   }
-  return worlds->emplace_back(
-      World{
-          .group = c10::weak_intrusive_ptr<c10d::ProcessGroup>(group),
-          .factory = std::make_shared<GivenFactory>(group, device_type),
-          .groups = {}});
+  return worlds->emplace_back(World{
+      .group = c10::weak_intrusive_ptr<c10d::ProcessGroup>(group),
+      .factory = std::make_shared<GivenFactory>(group, device_type),
+      .groups = {}});
 }
 
 } // namespace

@@ -84,8 +84,8 @@ class FSDPParamGroup {
   /// Adopts shards that were replaced, and checks that all parameters can be trained. Idempotent;
   /// called before each gather.
   void lazy_init();
-  /// Takes over shards that were replaced, if all shards are on one device now. If somebody is still
-  /// moving them one by one, the next gather does it.
+  /// Takes over shards that were replaced, if all shards are on one device now. If somebody is
+  /// still moving them one by one, the next gather does it.
   void adopt();
 
   // ---- Parameters

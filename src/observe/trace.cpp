@@ -326,8 +326,8 @@ void Trace::write(const std::filesystem::path& path) {
     first = std::min<int64_t>(first, std::stoll(text));
   }
   const auto rank = detail::current_world().rank;
-  const auto events = gather_texts(
-      detail::chrome_events(recorder_->events(), rank, recorder_->began() - first));
+  const auto events =
+      gather_texts(detail::chrome_events(recorder_->events(), rank, recorder_->began() - first));
   const bool good = rank != 0 || write_file(path, detail::chrome_trace(events));
   const auto outcomes = gather_texts(good ? "good" : "failed");
   TORCH_CHECK(outcomes[0] == "good", "[Trace] rank 0 cannot write ", path.string());

@@ -10,9 +10,9 @@ namespace fsdp::detail {
 
 enum class Face : std::uint8_t { Sharded, Unsharded };
 
-/// What a user holds of a parameter at rest: what an optimizer updates, and where the gradient goes.
-/// A C++ user holds the engine's own tensor (OwnTensor). A Python user holds a DTensor, and sees the
-/// engine's tensor only while it is whole.
+/// What a user holds of a parameter at rest: what an optimizer updates, and where the gradient
+/// goes. A C++ user holds the engine's own tensor (OwnTensor). A Python user holds a DTensor, and
+/// sees the engine's tensor only while it is whole.
 class UserParam {
  public:
   virtual ~UserParam() = default;

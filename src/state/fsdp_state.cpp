@@ -135,8 +135,8 @@ void FSDPState::begin_root_forward() {
 /// The forwards 1, 2, 4, 8 and so on of a root are checked: a mistake is found early, and the check
 /// costs nothing in the long run.
 bool FSDPState::is_graph_checked() const {
-  return checks_graph && context_->forward_root == this && at::GradMode::is_enabled() && !inside_backward() &&
-         std::has_single_bit(context_->num_forwards);
+  return checks_graph && context_->forward_root == this && at::GradMode::is_enabled() &&
+         !inside_backward() && std::has_single_bit(context_->num_forwards);
 }
 
 void FSDPState::check_graph_of(const std::vector<at::Tensor*>& outputs) const {

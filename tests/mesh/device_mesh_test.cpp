@@ -109,6 +109,41 @@ TEST(DeviceMesh, MeshesOfTheSameRanksShareTheirGroups) {
   });
 }
 
+TEST(DeviceMesh, FromGroups) {
+  run_ranks(4, [](int) {
+    const auto grid = init_device_mesh(torch::kCPU, {2, 2}, {"replicate", "shard"});
+    const std::vector<ProcessGroup> groups{grid.get_group(0), grid.get_group(1)};
+    const auto made =
+        DeviceMesh::from_groups(torch::kCPU, groups, {"replicate", "shard"}, {0, 1, 2, 3});
+    EXPECT_EQ(made, grid);
+    EXPECT_EQ(made.shape(), grid.shape());
+    EXPECT_EQ(made.ranks(), grid.ranks());
+    EXPECT_EQ(made.get_coordinate(), grid.get_coordinate());
+    for (const auto* name : {"replicate", "shard"}) {
+      EXPECT_EQ(made[name].ranks(), grid[name].ranks());
+      EXPECT_EQ(made[name].get_group(), grid[name].get_group());
+    }
+    const auto line = DeviceMesh::from_groups(torch::kCPU, {grid.get_group(0)}, {"dp"});
+    EXPECT_EQ(line.ranks(), grid["replicate"].ranks());
+    EXPECT_EQ(line.get_coordinate(), grid["replicate"].get_coordinate());
+    EXPECT_EQ(line.get_group(), grid.get_group(0));
+
+    const auto refused = [](const std::string& part, const auto& make) {
+      EXPECT_TRUE(contains(message_of<c10::ValueError>(make), part));
+    };
+    refused("there is no group", [] { DeviceMesh::from_groups(torch::kCPU, {}); });
+    refused("do not tell which ranks", [&] { DeviceMesh::from_groups(torch::kCPU, groups); });
+    refused("make a mesh of 4 ranks, but 2 are given", [&] {
+      DeviceMesh::from_groups(torch::kCPU, groups, {}, {0, 1});
+    });
+    refused("the group of axis 0 has the ranks", [&] {
+      DeviceMesh::from_groups(torch::kCPU, groups, {}, {0, 2, 1, 3});
+    });
+    EXPECT_TRUE(contains(
+        message_of<c10::NotImplementedError>([&] { made.flatten(); }), "cannot merge axes"));
+  });
+}
+
 TEST(DeviceMesh, RefusesWhatDoesNotFit) {
   run_ranks(4, [](int) {
     const auto refused = [](const std::string& part, const auto& make) {

@@ -53,6 +53,35 @@ TEST(Hsdp, TrainsLikeTheUnshardedModel) {
   }
 }
 
+TEST(Hsdp, TrainsOverAMeshOfGivenGroups) {
+  run_ranks(4, [](int) {
+    const auto grid = hsdp_mesh(2, 2);
+    const auto shards = DeviceMesh::from_groups(test_device(), {grid.get_group(1)}, {"shard"});
+    const auto both = DeviceMesh::from_groups(
+        test_device(), {grid.get_group(0), grid.get_group(1)}, grid.names(), grid.ranks());
+    for (const auto& [given, made] : {std::pair{both, grid}, std::pair{shards, grid["dp_shard"]}}) {
+      auto one = seeded<Stack>(17);
+      auto other = seeded<Stack>(17);
+      shard_stack(one, {.mesh = given});
+      shard_stack(other, {.mesh = made});
+      for (int step = 0; step < 2; ++step) {
+        const auto loss = stack_loss(one, step);
+        const auto expected = stack_loss(other, step);
+        EXPECT_SAME(loss, expected);
+        loss.backward();
+        expected.backward();
+      }
+      const auto params = one->parameters();
+      for (size_t i = 0; i < params.size(); ++i) {
+        EXPECT_SAME(params[i].grad(), other->parameters()[i].grad());
+        EXPECT_EQ(
+            as_dtensor(params[i]).device_mesh().ranks(),
+            as_dtensor(other->parameters()[i]).device_mesh().ranks());
+      }
+    }
+  });
+}
+
 TEST(Hsdp, ReshardsOverSomeOfTheShards) {
   run_ranks(8, [](int) {
     auto [net, reference] = twins<Stack>(16);
