@@ -12,7 +12,7 @@ from ._build import TORCH_VERSION, VERSION as __version__
 if torch.__version__.split("+")[0] != TORCH_VERSION:
     raise ImportError(
         f"fsdp_cpp was built for torch {TORCH_VERSION}, and this is torch {torch.__version__}: "
-        "build it again for this torch (./fsdp python, or pip install --no-build-isolation .)"
+        "build it again for this torch (./fsdp python)"
     )
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

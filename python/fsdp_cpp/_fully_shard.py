@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from . import _C, _managed, _mesh
 from ._mesh import ParamMesh
 from ._module import FSDPModule, ReplicateModule, swap_classes
-from ._state import State, state_of
+from ._state import State, is_managed, state_of
 
 
 def _is_of(api: str) -> Callable[[nn.Module], bool]:
@@ -69,6 +69,7 @@ def _shard(
     ignored = ignored_params or set()
     managed = _managed.managed_modules(roots, ignored, is_managed_elsewhere)
     sites = _managed.managed_params(managed, ignored)
+    shared = {param: sites.pop(param) for param in list(sites) if is_managed(param)}
     dims: dict[nn.Parameter, int] = {}
     groups: dict[tuple, tuple[ParamMesh, list[nn.Parameter], int]] = {}
     for param in sites:
@@ -87,6 +88,7 @@ def _shard(
         list(groups.values()),
         dims,
         sites,
+        shared,
         _policy(mp_policy, offload_policy),
         auto_reshard=reshard_after_forward is None,
     )

@@ -10,12 +10,21 @@ from torch import nn
 from torch.distributed._composable_state import _get_module_state, _insert_module_state, _State
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _C, _trees
 from ._mesh import ParamMesh
 
 _C.set_dtensor_class(DTensor, getattr(DTensor, "__new__"))
 _C.set_tree_functions(_trees.children, _trees.rebuild)
+
+
+# The parameters that a state manages. A module that another call manages may still have one of them.
+_managed = WeakIdKeyDictionary()
+
+
+def is_managed(param: nn.Parameter) -> bool:
+    return param in _managed
 
 
 class State(_State):
@@ -30,12 +39,18 @@ class State(_State):
         groups: list[tuple[ParamMesh, list[nn.Parameter], int]],
         dims: dict[nn.Parameter, int],
         sites: dict[nn.Parameter, list],
+        shared: dict[nn.Parameter, list],
         policy: _C.PolicySpec,
         auto_reshard: bool,
     ) -> None:
         self._modules = [weakref.ref(module) for module in modules]
-        # The engine's tensor of every site, to give it its name from the root.
-        self._sites = {(id(module), name): param for param in sites for module, name in sites[param]}
+        # The engine's tensor of every site. Those in `shared` belong to another state: the first
+        # forward of a root finds them, and throws.
+        self._sites = {
+            (id(module), name): param
+            for param, where in (*sites.items(), *shared.items())
+            for module, name in where
+        }
         metas = {param: TensorMeta(param.size(), param.stride(), param.dtype) for param in sites}
         specs = [
             _C.GroupSpec(mesh.spec(), [(sites[p][0][1], p, dims[p]) for p in params], ranks)
@@ -50,6 +65,7 @@ class State(_State):
                 dtensor = mesh.dtensor(param, metas[param], dims[param], self.engine.shard(i, k))
                 where = [(module._parameters, site) for module, site in sites[param]]
                 self.engine.bind(i, k, param, dtensor, where)
+                _managed[param] = True
         for module in modules:
             _insert_module_state(module, self)
         self._register_hooks(modules, {module for all_sites in sites.values() for module, _ in all_sites})

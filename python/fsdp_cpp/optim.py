@@ -25,7 +25,6 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        self._cuda_graph_capture_health_check()
         loss = None
         if closure is not None:
             with torch.enable_grad():

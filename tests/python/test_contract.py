@@ -97,6 +97,13 @@ def errors(engine_name):
     engine.fully_shard(unfilled, mesh=mesh)
     with refused(RuntimeError, "should be materialized from meta device before training"):
         unfilled(batch(0))
+    tied = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    tied[1].weight = tied[0].weight
+    engine.fully_shard(tied[0], mesh=mesh)
+    engine.fully_shard(tied[1], mesh=mesh)
+    engine.fully_shard(tied, mesh=mesh)
+    with refused(ValueError, "already managed by another FSDP group"):
+        tied(batch(0))
     with refused(RuntimeError, "must be called on the root"):
         outer = sharded_mlps(engine)
         outer(batch(0))
