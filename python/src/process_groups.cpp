@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -45,16 +44,6 @@ class GivenBackend : public c10d::Backend {
   }
 
  protected:
-  template <class Call>
-  static WorkPtr issue(const Call& call) {
-    const Unlocked unlocked;
-    auto work = call();
-    if (!work) {
-      return work;
-    }
-    return c10::make_intrusive<UnlockedWork>(std::move(work));
-  }
-
   const GivenGroup group_;
 };
 
@@ -106,6 +95,16 @@ class NativeBackend : public GivenBackend {
   }
 
  private:
+  template <class Call>
+  static WorkPtr issue(const Call& call) {
+    const Unlocked unlocked;
+    auto work = call();
+    if (!work) {
+      return work;
+    }
+    return c10::make_intrusive<UnlockedWork>(std::move(work));
+  }
+
   const c10::intrusive_ptr<c10d::Backend> own_;
 };
 
@@ -208,28 +207,28 @@ class GivenFactory : public detail::BackendFactory {
   const c10::DeviceType device_type_;
 };
 
-/// What belongs to one default group. A later one, after destroy_process_group, begins anew.
+/// What belongs to one default group. It stays until Python drops that group
+/// (destroy_process_group): modules come and go at other moments on each rank, but the ranks count
+/// their calls together.
 struct World {
-  c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
   std::shared_ptr<GivenFactory> factory;
-  std::map<std::pair<c10d::ProcessGroup*, c10::DeviceType>, std::weak_ptr<detail::GroupState>>
+  std::map<std::pair<c10d::ProcessGroup*, c10::DeviceType>, std::shared_ptr<detail::GroupState>>
       groups;
 };
 
-std::mutex worlds_mutex;
-
+/// Needs Python's lock.
 World& world_of(const GivenGroup& group, c10::DeviceType device_type) {
-  static auto* worlds = new std::vector<World>();
-  std::erase_if(*worlds, [](const World& world) { return world.group.expired(); });
-  for (auto& world : *worlds) {
-    if (world.group.lock() == group) {
-      return world;
-    }
+  static auto* worlds = new std::map<c10d::ProcessGroup*, World>();
+  const auto [found, is_new] = worlds->try_emplace(group.get());
+  if (is_new) {
+    found->second.factory = std::make_shared<GivenFactory>(group, device_type);
+    const auto forget = [key = group.get()](py::handle reference) {
+      worlds->erase(key);
+      reference.dec_ref();
+    };
+    py::weakref(py::cast(group), py::cpp_function(forget)).release();
   }
-  return worlds->emplace_back(World{
-      .group = c10::weak_intrusive_ptr<c10d::ProcessGroup>(group),
-      .factory = std::make_shared<GivenFactory>(group, device_type),
-      .groups = {}});
+  return found->second;
 }
 
 } // namespace
@@ -239,10 +238,8 @@ ProcessGroup group_of(
     const std::vector<int>& world_ranks,
     const GivenGroup& world,
     c10::DeviceType device_type) {
-  const std::lock_guard lock(worlds_mutex);
   auto& known = world_of(world, device_type);
-  auto& found = known.groups[{group.get(), device_type}];
-  auto state = found.lock();
+  auto& state = known.groups[{group.get(), device_type}];
   if (!state) {
     state = std::make_shared<detail::GroupState>();
     state->backend = backend_of(group, device_type);
@@ -250,9 +247,8 @@ ProcessGroup group_of(
     state->world_ranks = world_ranks;
     state->factory = known.factory;
     compare_calls_of(*state);
-    found = state;
   }
-  return ProcessGroup(std::move(state));
+  return ProcessGroup(state);
 }
 
 GivenGroup given_group(const ProcessGroup& group) {

@@ -21,7 +21,7 @@ namespace fsdp::python {
 
 using GivenGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-/// Returns the engine's group over a group of Python, always the same one while it is in use.
+/// Returns the engine's group over a group of Python, always the same one. Needs Python's lock.
 /// `world_ranks` are its members, and `world` is the default group.
 ProcessGroup group_of(
     const GivenGroup& group,

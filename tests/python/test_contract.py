@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import tempfile
+import weakref
 
 import pytest
 import torch
@@ -245,9 +247,6 @@ def test_counts_and_profiler_names(ranks):
 
 
 def lifetime():
-    import gc
-    import weakref
-
     model = sharded_mlps(fsdp_cpp)
     model(batch(0)).sum().backward()
     watched = [weakref.ref(model), weakref.ref(model[0].up.weight), weakref.ref(model[0]._get_fsdp_state())]
@@ -264,3 +263,19 @@ def lifetime():
 
 def test_a_model_goes_with_its_last_reference(ranks):
     ranks(2).run(lifetime)
+
+
+def one_rank_drops_a_model():
+    kept = []
+    for _ in range(3):
+        model = sharded_mlps(fsdp_cpp)
+        for step in range(3):
+            model(batch(step)).sum().backward()
+        if dist.get_rank() == 0:
+            kept.append(model)
+        del model
+        gc.collect()
+
+
+def test_ranks_that_drop_a_model_at_other_times(ranks):
+    ranks(2).run(one_rank_drops_a_model)
