@@ -19,9 +19,9 @@ from ._module import FSDPModule, ReplicateModule, swap_classes
 from ._state import State, is_managed, state_of
 
 
-def _is_of(api: str) -> Callable[[nn.Module], bool]:
+def _is_of(api: str, module: nn.Module) -> bool:
     """Tells whether a composable API of that name was applied to a module."""
-    return lambda module: api in (_get_registry(module) or ())
+    return api in (_get_registry(module) or ())
 
 
 def _policy(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> _C.PolicySpec:
@@ -55,19 +55,25 @@ def _placement(
 
 
 def _shard(
-    state: State,
+    api: Callable,
     module: nn.Module | list[nn.Module],
     mesh: ParamMesh,
-    reshard_after_forward: bool | int | None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    *,
+    front: type[FSDPModule],
+    prefix: str,
+    other_api: str,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     ignored_params: set[nn.Parameter] | None,
-    is_managed_elsewhere: Callable[[nn.Module], bool],
-) -> tuple[nn.Module, ...]:
+    reshard_after_forward: bool | int | None = False,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+) -> nn.Module | list[nn.Module]:
+    """The end of `api`: fully_shard or replicate. `front` is the class that modules get."""
     roots = _managed.roots_of(module)
     ignored = ignored_params or set()
-    managed = _managed.managed_modules(roots, ignored, is_managed_elsewhere)
+    managed = _managed.managed_modules(
+        roots, ignored, lambda each: state_of(each) is not None or _is_of(other_api, each)
+    )
     sites = _managed.managed_params(managed, ignored)
     shared = {param: sites.pop(param) for param in list(sites) if is_managed(param)}
     dims: dict[nn.Parameter, int] = {}
@@ -81,10 +87,10 @@ def _shard(
     _managed.move_to(device, () if offloads else sites, managed)
     if offloads:
         _managed.move_to(torch.device("cpu"), sites, ())
-    state.device = device
+    state = api.state(roots[0])
     state.init(
         roots,
-        device.type,
+        device,
         list(groups.values()),
         dims,
         sites,
@@ -92,7 +98,8 @@ def _shard(
         _policy(mp_policy, offload_policy),
         auto_reshard=reshard_after_forward is None,
     )
-    return roots
+    swap_classes(roots, front, prefix)
+    return module
 
 
 @contract(state_cls=State)  # type: ignore[misc]
@@ -118,19 +125,19 @@ def fully_shard(
     _mesh.check_mesh(mesh)
     over = ParamMesh(mesh)
     _mesh.ranks_after_forward(reshard_after_forward, over.shard_size)  # also without parameters
-    roots = _shard(
-        fully_shard.state(_managed.roots_of(module)[0]),
+    return _shard(
+        fully_shard,
         module,
         over,
-        reshard_after_forward,
-        shard_placement_fn,
-        mp_policy,
-        offload_policy,
-        ignored_params,
-        lambda other: state_of(other) is not None or _is_of("replicate")(other),
+        front=FSDPModule,
+        prefix="FSDP",
+        other_api="replicate",
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
     )
-    swap_classes(roots, FSDPModule, "FSDP")
-    return module
 
 
 @contract(state_cls=State)  # type: ignore[misc]
@@ -147,23 +154,21 @@ def replicate(
 
     See torch.distributed._composable.replicate_with_fsdp.replicate.
     """
-    if isinstance(module, nn.Module) and _is_of("fully_shard")(module):
+    if isinstance(module, nn.Module) and _is_of("fully_shard", module):
         raise RuntimeError("Cannot apply `replicate()` on a Module already managed by `fully_shard`")
     _managed.check_module(module, "replicate")
     _mesh.check_no_dims(dp_mesh_dims)
     mesh = mesh if mesh is not None else _mesh.default_mesh(("replicate",))
     if mesh.ndim != 1:
         raise ValueError(f"replicate expects a 1D DeviceMesh but got {mesh}")
-    roots = _shard(
-        replicate.state(_managed.roots_of(module)[0]),
+    return _shard(
+        replicate,
         module,
         ParamMesh(mesh, replicated=True),
-        False,
-        None,
-        mp_policy,
-        offload_policy,
-        ignored_params,
-        lambda other: state_of(other) is not None or _is_of("fully_shard")(other),
+        front=ReplicateModule,
+        prefix="Replicate",
+        other_api="fully_shard",
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
     )
-    swap_classes(roots, ReplicateModule, "Replicate")
-    return module

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable_state import _get_module_state, _insert_module_state, _State
@@ -35,7 +36,7 @@ class State(_State):
     def init(
         self,
         modules: tuple[nn.Module, ...],
-        device_type: str,
+        device: torch.device,
         groups: list[tuple[ParamMesh, list[nn.Parameter], int]],
         dims: dict[nn.Parameter, int],
         sites: dict[nn.Parameter, list],
@@ -43,6 +44,7 @@ class State(_State):
         policy: _C.PolicySpec,
         auto_reshard: bool,
     ) -> None:
+        self.device = device
         self._modules = [weakref.ref(module) for module in modules]
         # The engine's tensor of every site. Those in `shared` belong to another state: the first
         # forward of a root finds them, and throws.
@@ -59,7 +61,7 @@ class State(_State):
         name = ", ".join(type(module).__name__ for module in modules)
         world = dist.distributed_c10d._get_default_group()
         look = _looker(weakref.ref(self))
-        self.engine = _C.State(name, list(modules), device_type, world, specs, policy, auto_reshard, look)
+        self.engine = _C.State(name, list(modules), device.type, world, specs, policy, auto_reshard, look)
         for i, (mesh, params, _) in enumerate(groups):
             for k, param in enumerate(params):
                 dtensor = mesh.dtensor(param, metas[param], dims[param], self.engine.shard(i, k))

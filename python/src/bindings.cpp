@@ -1,6 +1,5 @@
 // The module fsdp_cpp._C: what the Python files of the package need of the engine.
 #include <torch/csrc/utils/pybind.h>
-#include <torch/version.h>
 
 #include <utility>
 
@@ -162,7 +161,6 @@ void bind_state(py::module_& m) {
 PYBIND11_MODULE(_C, m) {
   using namespace fsdp::python;
   py::register_local_exception_translator(translate_exceptions);
-  m.attr("torch_version") = TORCH_VERSION;
   m.def("set_new_group", &set_new_group);
   m.def("set_dtensor_class", &set_dtensor_class);
   m.def("set_tree_functions", &set_tree_functions);

@@ -1,7 +1,5 @@
 #include "custom_comm.h"
 
-#include <ATen/ops/empty.h>
-
 #include <utility>
 
 #include "process_groups.h"
@@ -9,16 +7,6 @@
 namespace fsdp::python {
 
 namespace {
-
-at::Tensor allocate_by(
-    const Reference& comm, at::IntArrayRef sizes, const at::TensorOptions& options) {
-  const Locked locked;
-  return comm.handle()
-      .attr("allocate")(
-          sizes.vec(), py::arg("dtype") = c10::typeMetaToScalarType(options.dtype()),
-          py::arg("device") = options.device())
-      .cast<at::Tensor>();
-}
 
 /// Waits at once for what Python returned: None, or a Work.
 void wait_for(const py::object& work) {
@@ -39,19 +27,28 @@ py::object operation(const ReduceOp& op) {
   }
 }
 
-class PythonAllGather : public AllGather {
+/// `Collective` is AllGather or ReduceScatter.
+template <class Collective>
+class PythonComm : public Collective {
  public:
-  explicit PythonAllGather(py::object comm) : comm_(std::move(comm)) {}
+  explicit PythonComm(py::object comm) : comm_(std::move(comm)) {}
 
   at::Tensor allocate(at::IntArrayRef sizes, at::TensorOptions options) override {
-    return allocate_by(comm_, sizes, options);
-  }
-  Work operator()(
-      at::Tensor& out, const at::Tensor& in, ProcessGroup& group, bool async_op) override {
     const Locked locked;
+    return comm_.handle()
+        .attr("allocate")(
+            sizes.vec(), py::arg("dtype") = c10::typeMetaToScalarType(options.dtype()),
+            py::arg("device") = options.device())
+        .template cast<at::Tensor>();
+  }
+
+ protected:
+  /// Needs Python's lock.
+  template <class... Args>
+  Work call(const at::Tensor& out, const at::Tensor& in, ProcessGroup& group, Args&&... args) {
     wait_for(comm_.handle()(
         py::arg("output_tensor") = out, py::arg("input_tensor") = in,
-        py::arg("group") = given_group(group), py::arg("async_op") = async_op));
+        py::arg("group") = given_group(group), std::forward<Args>(args)...));
     return {};
   }
 
@@ -59,13 +56,21 @@ class PythonAllGather : public AllGather {
   const Reference comm_;
 };
 
-class PythonReduceScatter : public ReduceScatter {
+class PythonAllGather : public PythonComm<AllGather> {
  public:
-  explicit PythonReduceScatter(py::object comm) : comm_(std::move(comm)) {}
+  using PythonComm::PythonComm;
 
-  at::Tensor allocate(at::IntArrayRef sizes, at::TensorOptions options) override {
-    return allocate_by(comm_, sizes, options);
+  Work operator()(
+      at::Tensor& out, const at::Tensor& in, ProcessGroup& group, bool async_op) override {
+    const Locked locked;
+    return call(out, in, group, py::arg("async_op") = async_op);
   }
+};
+
+class PythonReduceScatter : public PythonComm<ReduceScatter> {
+ public:
+  using PythonComm::PythonComm;
+
   Work operator()(
       at::Tensor& out,
       const at::Tensor& in,
@@ -73,15 +78,8 @@ class PythonReduceScatter : public ReduceScatter {
       ReduceOp op,
       bool async_op) override {
     const Locked locked;
-    wait_for(comm_.handle()(
-        py::arg("output_tensor") = out, py::arg("input_tensor") = in,
-        py::arg("group") = given_group(group), py::arg("op") = operation(op),
-        py::arg("async_op") = async_op));
-    return {};
+    return call(out, in, group, py::arg("op") = operation(op), py::arg("async_op") = async_op);
   }
-
- private:
-  const Reference comm_;
 };
 
 } // namespace

@@ -28,12 +28,8 @@ bool is_dtensor(PyObject* object) {
   return PyObject_IsInstance(object, known_class()->type.ptr()) == 1;
 }
 
-py::object local_object(PyObject* dtensor) {
-  return checked(PyObject_GetAttr(dtensor, known_class()->local.ptr()));
-}
-
 at::Tensor local_of(PyObject* dtensor) {
-  return THPVariable_Unpack(local_object(dtensor).ptr());
+  return THPVariable_Unpack(checked(PyObject_GetAttr(dtensor, known_class()->local.ptr())).ptr());
 }
 
 /// Returns an alias of `shard` with a storage and an offset of its own. Who copies or saves the
@@ -135,15 +131,16 @@ at::Tensor DTensorParam::replacement() const {
   if (!now || now == whole_.ptr()) {
     return {};
   }
+  const bool is_same = now == dtensor_.ptr(); // as in almost every call
   TORCH_CHECK_VALUE(
-      is_dtensor(now), "[fully_shard] parameter '", name_, "' was replaced by a ",
+      is_same || is_dtensor(now), "[fully_shard] parameter '", name_, "' was replaced by a ",
       Py_TYPE(now)->tp_name,
       ", but is a DTensor outside of forward; give it one (distribute_tensor), or replace it "
       "before fully_shard");
-  auto local = local_of(now);
-  const bool is_ours =
-      now == dtensor_.ptr() && tensor().unsafeGetTensorImpl() == impl_ && local.is_same(local_);
-  return is_ours ? at::Tensor() : local.detach();
+  const auto local = local_of(now);
+  const bool is_attached =
+      is_same && tensor().unsafeGetTensorImpl() == impl_ && local.is_same(local_);
+  return is_attached ? at::Tensor() : local.detach();
 }
 
 } // namespace fsdp::python

@@ -205,10 +205,9 @@ void FSDPParam::take_replacement() {
 }
 
 bool FSDPParam::holds(const at::Tensor& shown) const {
-  return !(
-      param_.storage().unsafeGetStorageImpl() != shown.storage().unsafeGetStorageImpl() ||
-      param_.storage_offset() != shown.storage_offset() ||
-      param_.scalar_type() != shown.scalar_type() || param_.sizes() != shown.sizes());
+  return param_.storage().unsafeGetStorageImpl() == shown.storage().unsafeGetStorageImpl() &&
+         param_.storage_offset() == shown.storage_offset() &&
+         param_.scalar_type() == shown.scalar_type() && param_.sizes() == shown.sizes();
 }
 
 bool FSDPParam::check_and_clear_unsharded_edit() {

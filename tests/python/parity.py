@@ -57,9 +57,9 @@ def mesh_of(*shape: int) -> Any:
     return dist.init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
 
 
-def batch(step: int, dim: int = 6) -> torch.Tensor:
+def batch(step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(4, dim, generator=generator)
+    return torch.randn(4, 6, generator=generator)
 
 
 Train = Callable[[Any, nn.Module, list], None]
@@ -113,10 +113,10 @@ def compare(
 
 
 class Mlp(nn.Module):
-    def __init__(self, dim: int = 6, hidden: int = 10, dtype: torch.dtype | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(dim, hidden, dtype=dtype)
-        self.down = nn.Linear(hidden, dim, dtype=dtype)
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(x)))

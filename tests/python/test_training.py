@@ -78,14 +78,12 @@ def test_accumulation_with_replicas(ranks, how):
     ranks(4).run(accumulation, (2, 2), how)
 
 
-def precision(param, reduce, output, cast):
-    policies = {
-        name: engine.MixedPrecisionPolicy(
-            param_dtype=param, reduce_dtype=reduce, output_dtype=output, cast_forward_inputs=cast
-        )
-        for name, engine in ENGINES.items()
-    }
-    compare(lambda engine: sharded_mlps(engine, mp_policy=policies["torch"]))
+def precision(param, reduce, output):
+    def make(engine):
+        policy = engine.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
+        return sharded_mlps(engine, mp_policy=policy)
+
+    compare(make)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +97,7 @@ def precision(param, reduce, output, cast):
     ],
 )
 def test_mixed_precision(ranks, param, reduce, output):
-    ranks(2).run(precision, param, reduce, output, True)
+    ranks(2).run(precision, param, reduce, output)
 
 
 def offload():
@@ -205,7 +203,7 @@ class Shared(nn.Module):
         return self.last(self.frozen(self.third(torch.tanh(self.second(self.first(x))))))
 
 
-def odd_parameters(size):
+def odd_parameters():
     def run(engine, model, seen):
         train(engine, model, seen)
         model.frozen.weight.requires_grad_(True)
@@ -216,7 +214,7 @@ def odd_parameters(size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_shared_frozen_unused_and_uneven_parameters(ranks, size):
-    ranks(size).run(odd_parameters, size)
+    ranks(size).run(odd_parameters)
 
 
 def ignored():
@@ -518,7 +516,7 @@ def test_autocast(ranks):
     ranks(2).run(autocast)
 
 
-def backward_twice(retain):
+def backward_twice():
     def run(engine, model, seen):
         output = model(batch(0))
         output.square().mean().backward(retain_graph=True)
@@ -529,7 +527,7 @@ def backward_twice(retain):
 
 
 def test_two_backwards_of_a_forward(ranks):
-    ranks(2).run(backward_twice, True)
+    ranks(2).run(backward_twice)
 
 
 def forward_twice():
