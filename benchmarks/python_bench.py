@@ -5,6 +5,7 @@ in turns in the same processes, so that a slow moment of the machine meets all o
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -21,7 +22,7 @@ import fsdp_cpp.optim
 
 HEADS = 4
 VOCABULARY = 256
-PHASES = ["forward", "backward", "optimizer", "step"]
+PHASES = ["forward", "backward", "forward and backward", "optimizer", "step"]
 SIDES = {
     "plain": (None, torch.optim.AdamW),
     "FSDP2": (torch_fully_shard, torch.optim.AdamW),
@@ -43,16 +44,15 @@ class Side:
         self.batch = batch_of(1, options.sequence, VOCABULARY, dist.get_rank())
 
     def step(self):
-        times = [self.now()]
+        begin = self.now()
         loss = loss_of(self.model, self.batch)
-        times.append(self.now())
+        forward = self.now()
         loss.backward()
-        times.append(self.now())
+        backward = self.now()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        times.append(self.now())
-        phases = [end - begin for begin, end in zip(times, times[1:])]
-        return [*phases, times[-1] - times[0]]
+        end = self.now()
+        return [forward - begin, backward - forward, backward - begin, end - backward, end - begin]
 
 
 def measure(options, now):
@@ -73,19 +73,22 @@ def measure(options, now):
 
 
 def show(title, result):
-    print(f"{title}\n\n| | " + " | ".join(PHASES) + " | added to plain, of FSDP2's | step, of FSDP2's |")
-    print("|---|" + "---|" * (len(PHASES) + 2))
     plain, theirs = result["plain"], result["FSDP2"]
+
+    def row(name, cells):
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+    print(title + "\n")
+    row("", PHASES)
+    row("---", ["---"] * len(PHASES))
     for name, phases in result.items():
-        row = [f"{seconds * 1e3:.2f} ms" for seconds in phases]
-        is_sharded = name != "plain"
-        row.append(f"{(phases[-1] - plain[-1]) / (theirs[-1] - plain[-1]):.2f}" if is_sharded else "")
-        row.append(f"{phases[-1] / theirs[-1]:.2f}" if is_sharded else "")
-        print(f"| {name} | " + " | ".join(row) + " |")
-    added = [ours - base for ours, base in zip(result["fsdp_cpp"], plain)]
-    theirs_added = [torch_s - base for torch_s, base in zip(theirs, plain)]
-    both = sum(added[:2]) / sum(theirs_added[:2])
-    print(f"\nForward and backward alone: {both:.2f} of what FSDP2 adds.\n", flush=True)
+        row(name, [f"{seconds * 1e3:.1f} ms" for seconds in phases])
+    for name in list(result)[2:]:
+        row(f"{name} / FSDP2", [f"{ours / other:.2f}" for ours, other in zip(result[name], theirs)])
+    for name in list(result)[2:]:
+        added = [(ours - base) / (other - base) for ours, other, base in zip(result[name], theirs, plain)]
+        row(f"({name} - plain) / (FSDP2 - plain)", [f"{ratio:.2f}" for ratio in added])
+    print(flush=True)
 
 
 def host_cost(_, options):
@@ -116,6 +119,9 @@ def main():
     parser.add_argument("--port", type=int, default=29671)
     parser.add_argument("--only", choices=["host", "step"])
     options = parser.parse_args()
+    # Otherwise glibc gives memory back to the system and gets it again, page by page, at moments that
+    # differ from run to run. A GPU's allocator does not either.
+    os.environ.update(MALLOC_TRIM_THRESHOLD_=str(1 << 29), MALLOC_MMAP_THRESHOLD_=str(1 << 29))
     if options.only != "step":
         multiprocessing.spawn(host_cost, (options,), nprocs=1)
     if options.only != "host":

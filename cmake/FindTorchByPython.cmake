@@ -1,6 +1,9 @@
 # Finds LibTorch in the torch of the interpreter FSDP_PYTHON. If that is not set, finds it through
 # CMAKE_PREFIX_PATH.
 
+if(SKBUILD) # pip builds
+  set(FSDP_PYTHON ${Python_EXECUTABLE})
+endif()
 if(FSDP_PYTHON)
   execute_process(
     COMMAND ${FSDP_PYTHON} -c "import torch; print(torch.utils.cmake_prefix_path)"

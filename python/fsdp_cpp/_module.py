@@ -89,11 +89,11 @@ class FSDPModule(torch_fsdp.FSDPModule):
         """False: backward does not need the parameters, and does not gather them."""
         self._engine().set_unshard_in_backward(unshard_in_backward)
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: list[torch_fsdp.FSDPModule]) -> None:
         """Gathers these modules as soon as this one was gathered for its forward."""
         self._engine().set_modules_to_forward_prefetch(_engines_of(modules))
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: list[torch_fsdp.FSDPModule]) -> None:
         """Gathers these modules as soon as this one was gathered for its backward."""
         self._engine().set_modules_to_backward_prefetch(_engines_of(modules))
 
@@ -239,7 +239,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, wrapped.__get__(module, type(module)))
 
 
-def share_comm_ctx(modules: list[FSDPModule]) -> None:
+def share_comm_ctx(modules: list[torch_fsdp.FSDPModule]) -> None:
     """Makes roots that have no common root share their streams, buffers and order of communication."""
     for module in modules:
         if not isinstance(module, FSDPModule):

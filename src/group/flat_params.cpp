@@ -134,20 +134,21 @@ CollectiveLabel::Purpose FlatParams::make_purpose(const std::vector<FSDPParam*>&
   return std::make_shared<CollectivePurpose>(CollectivePurpose{std::move(text), hash});
 }
 
-void FlatParams::take_replacements() {
+bool FlatParams::take_replacements() {
   if (shown_ == Face::Sharded) {
     const auto held = params_.front()->user().begin();
     for (const auto& param : params_) {
       param->take_replacement();
     }
   }
+  return was_changed();
 }
 
 void FlatParams::build() {
-  take_replacements();
   std::vector<LayoutItem> items;
   extended_.clear();
   for (const auto& param : params_) {
+    param->take_replacement();
     (void)param->shard_values(); // throws before anything is changed
     TORCH_CHECK_VALUE(
         param->tensor().device() == params_.front()->tensor().device(), "[fully_shard] group '",
@@ -261,7 +262,6 @@ std::shared_ptr<const GatherPlan> FlatParams::gather_plan() const {
 }
 
 bool FlatParams::was_changed() const {
-  const auto held = params_.front()->user().begin();
   for (size_t i = 0; i < params_.size(); ++i) {
     if (params_[i]->was_replaced() || extended_[i] != (params_[i]->extension != nullptr)) {
       return true;

@@ -91,9 +91,9 @@ class FlatParams {
   /// True if somebody put another tensor in the place of a shard (Module::to), or changed how it
   /// is sent.
   bool was_changed() const;
-  /// Takes over what users hold in the place of shards, see UserParam. Nothing to do while the
-  /// whole parameters are shown.
-  void take_replacements();
+  /// Takes over what users hold in the place of shards, see UserParam, unless the whole parameters
+  /// are shown. Returns was_changed().
+  bool take_replacements();
   /// Moves what the parameters hold now into new buffers. The parameters show their shards.
   void build();
   /// Throws if a parameter cannot be trained: it is on the meta device, or not where it belongs.

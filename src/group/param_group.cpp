@@ -125,9 +125,9 @@ void FSDPParamGroup::visit_memory(const MemoryVisitor& visit) const {
 }
 
 void FSDPParamGroup::lazy_init() {
-  flat_.take_replacements();
+  const bool was_changed = take_replacements();
   flat_.check_trainable();
-  if (was_changed()) {
+  if (was_changed) {
     discard_gather();
     to_sharded();
   }
@@ -138,9 +138,9 @@ void FSDPParamGroup::lazy_init() {
 
 void FSDPParamGroup::adopt() {
   if (state_ == ParamsState::Sharded) {
-    flat_.take_replacements();
+    const bool was_changed = take_replacements();
     const auto device = params().front()->tensor().device();
-    if (was_changed() && std::all_of(params().begin(), params().end(), [&](const auto& param) {
+    if (was_changed && std::all_of(params().begin(), params().end(), [&](const auto& param) {
           return param->tensor().device() == device;
         })) {
       to_sharded();
@@ -191,8 +191,8 @@ void FSDPParamGroup::unshard(UnshardFor purpose) {
 }
 
 /// True if nobody has replaced or written to a shard since the last gather.
-bool FSDPParamGroup::is_current() const {
-  return !was_changed() && shard_version() == gathered_version_;
+bool FSDPParamGroup::is_current() {
+  return !take_replacements() && shard_version() == gathered_version_;
 }
 
 void FSDPParamGroup::start_gather(UnshardFor purpose) {
@@ -266,7 +266,7 @@ void FSDPParamGroup::reshard(ReshardAfter when) {
   if (when == ReshardAfter::User) {
     wait_for_host_copies(); // the user may write to the shards now
   }
-  if (state_ == ParamsState::Gathering && !was_changed()) {
+  if (state_ == ParamsState::Gathering && !flat_.was_changed()) {
     return; // somebody will wait for it, and reshard then
   }
   flat_.check_whole_unwritten();
@@ -274,7 +274,7 @@ void FSDPParamGroup::reshard(ReshardAfter when) {
     flat_.check_whole_values(/*only_steps=*/false);
   }
   discard_gather();
-  if (forward && ranks_after_forward_ < size() && !was_changed()) {
+  if (forward && ranks_after_forward_ < size() && !flat_.was_changed()) {
     divide();
   } else {
     to_sharded(forward);
@@ -293,7 +293,7 @@ void FSDPParamGroup::divide() {
 /// Frees the whole parameters, and adopts shards that were replaced. No gather is under way.
 void FSDPParamGroup::to_sharded(bool overlap_next_gather) {
   show_shards(overlap_next_gather);
-  if (was_changed()) {
+  if (flat_.was_changed()) {
     flat_.build();
     comm->gather_after(StreamEvent::of(optional_current_stream(flat_.device())));
   }

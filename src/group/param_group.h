@@ -74,9 +74,6 @@ class FSDPParamGroup {
   uint64_t shard_version() const {
     return flat_.shard_version();
   }
-  bool was_changed() const {
-    return flat_.was_changed();
-  }
   /// Calls `visit` for everything that may have memory. Of tensors that share a storage, the first
   /// one's category counts.
   void visit_memory(const MemoryVisitor& visit) const;
@@ -84,6 +81,10 @@ class FSDPParamGroup {
   /// Adopts shards that were replaced, and checks that all parameters can be trained. Idempotent;
   /// called before each gather.
   void lazy_init();
+  /// Returns true if somebody has replaced a shard. The next gather adopts it.
+  bool take_replacements() {
+    return flat_.take_replacements();
+  }
   /// Takes over shards that were replaced, if all shards are on one device now. If somebody is
   /// still moving them one by one, the next gather does it.
   void adopt();
@@ -147,7 +148,7 @@ class FSDPParamGroup {
 
  private:
   void enter(ParamsState next);
-  bool is_current() const;
+  bool is_current();
   void take_first_replica();
   void start_gather(UnshardFor purpose);
   void to_sharded(bool overlap_next_gather = false);

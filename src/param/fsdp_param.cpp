@@ -194,8 +194,7 @@ void FSDPParam::set_user(std::shared_ptr<UserParam> user) {
 }
 
 bool FSDPParam::was_replaced() const {
-  return !holds(face_ == Face::Sharded ? sharded_ : unsharded_) ||
-         (face_ == Face::Sharded && user_->replacement().defined());
+  return !holds(face_ == Face::Sharded ? sharded_ : unsharded_);
 }
 
 void FSDPParam::take_replacement() {

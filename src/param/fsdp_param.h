@@ -99,7 +99,7 @@ class FSDPParam {
     return face_;
   }
   void show(Face face);
-  /// Returns true if somebody replaced the tensor's content, or what the user holds.
+  /// Returns true if somebody replaced the tensor's content.
   bool was_replaced() const;
   /// Takes over what the user holds in the place of the shard. The tensor must show its sharded
   /// face.

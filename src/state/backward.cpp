@@ -40,7 +40,7 @@ FSDPState::BackwardHook FSDPState::backward_hook(bool partial) {
 
 void FSDPState::pre_backward(ForwardRecord& record, uint64_t version, bool partial) {
   const bool replaced = std::any_of(
-      groups_.begin(), groups_.end(), [](const auto& group) { return group->was_changed(); });
+      groups_.begin(), groups_.end(), [](const auto& group) { return group->take_replacements(); });
   TORCH_CHECK(
       version == shard_version() && !replaced, "[fully_shard] parameters of '", name_,
       "' were modified (an optimizer step, for example) between its forward and its backward, "

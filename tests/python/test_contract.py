@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
-from parity import ENGINES, Mlp, batch, compare, mesh_of, see_grads, sharded_mlps, whole
+from parity import ENGINES, Mlp, batch, mesh_of, sharded_mlps, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

@@ -1,0 +1,43 @@
+"""Builds a wheel of fsdp_cpp, installs it into a new environment, and trains there with both engines.
+
+Usage: wheel.py SOURCE WORK. Exits with 77 if pip cannot get torch into the new environment.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+source, work = (Path(word) for word in sys.argv[1:])
+
+
+def run(*command):
+    print("+", *command, flush=True)
+    return subprocess.run([str(word) for word in command], check=True, cwd=work, stdout=subprocess.PIPE, text=True).stdout
+
+
+shutil.rmtree(work, ignore_errors=True)
+work.mkdir(parents=True)
+pip = ("-m", "pip", "--disable-pip-version-check")
+python = work / "venv/bin/python"
+run(sys.executable, "-m", "venv", "venv")
+try:
+    more = shlex.split(os.environ.get("FSDP_PIP_ARGS", ""))
+    run(python, *pip, "install", *more, f"torch=={torch.__version__.split('+')[0]}", "numpy")
+except subprocess.CalledProcessError:
+    sys.exit(77)
+# Without isolation, pip builds with the tools and the torch of this interpreter.
+run(sys.executable, *pip, "wheel", source, "--no-build-isolation", "--no-deps", "-w", work, f"-Cbuild-dir={work}/build")
+(wheel,) = work.glob("fsdp_cpp-*.whl")
+run(python, *pip, "install", "--no-deps", wheel)
+launcher = (python, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+losses = [
+    run(*launcher, source / "examples/python/train.py", "--engine", engine)
+    for engine in ("torch.distributed.fsdp", "fsdp_cpp")
+]
+print(losses)
+assert losses[0].startswith("loss ") and losses[0] == losses[1]

@@ -1,0 +1,197 @@
+"""Parameters of every kind, with both engines: how they are stored, and which are sharded."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import ENGINES, Mlp, batch, compare, mesh_of, see_grads, sharded_mlps, train
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+
+def precision(param, reduce, output):
+    def make(engine):
+        policy = engine.MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce, output_dtype=output)
+        return sharded_mlps(engine, mp_policy=policy)
+
+    compare(make)
+
+
+@pytest.mark.parametrize(
+    "param, reduce, output",
+    [
+        (torch.bfloat16, None, None),
+        (torch.bfloat16, torch.float32, None),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (None, torch.bfloat16, None),
+        (torch.float16, torch.float32, None),
+    ],
+)
+def test_mixed_precision(ranks, param, reduce, output):
+    ranks(2).run(precision, param, reduce, output)
+
+
+def offload():
+    def make(engine):
+        return sharded_mlps(engine, offload_policy=engine.CPUOffloadPolicy(pin_memory=False))
+
+    compare(make)
+
+
+def test_offload(ranks):
+    ranks(2).run(offload)
+
+
+def meta_init(then):
+    def make(engine):
+        with torch.device("meta"):
+            model = nn.Sequential(*[Mlp() for _ in range(2)])
+        for layer in model:
+            engine.fully_shard(layer, mesh=mesh_of())
+        engine.fully_shard(model, mesh=mesh_of())
+        if then == "to_empty":
+            model.to_empty(device="cpu")
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.copy_(torch.full_like(param, 0.1))
+        else:
+            full = {name: torch.full(p.shape, 0.1) for name, p in model.named_parameters()}
+            placed = {
+                name: torch.distributed.tensor.distribute_tensor(full[name], p.device_mesh, p.placements)
+                for name, p in model.named_parameters()
+            }
+            model.load_state_dict(placed, assign=True)
+        return model
+
+    compare(make)
+
+
+@pytest.mark.parametrize("then", ["to_empty", "assign"])
+def test_meta_init(ranks, then):
+    ranks(2).run(meta_init, then)
+
+
+def cast_afterwards():
+    def make(engine):
+        return sharded_mlps(engine).to(torch.float64)
+
+    def run(engine, model, seen):
+        for step in range(2):
+            loss = model(batch(step).double()).square().mean()
+            loss.backward()
+            see_grads(model, seen, loss)
+
+    compare(make, run)
+    model = sharded_mlps(ENGINES["fsdp_cpp"])
+    expected = model(batch(0)).detach()
+    model.to(torch.float64)  # after the first forward, which torch does not support
+    torch.testing.assert_close(model(batch(0).double()).float(), expected)
+
+
+def test_to_another_dtype_afterwards(ranks):
+    ranks(2).run(cast_afterwards)
+
+
+class Shared(nn.Module):
+    """A tied weight, a frozen one, an unused one, and sizes that no number of ranks divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 7)
+        self.second = nn.Linear(7, 7, bias=False)
+        self.third = nn.Linear(7, 7, bias=False)
+        self.third.weight = self.second.weight
+        self.frozen = nn.Linear(7, 3)
+        self.unused = nn.Linear(3, 1)
+        self.last = nn.Linear(3, 1)
+        for param in self.frozen.parameters():
+            param.requires_grad_(False)
+
+    def forward(self, x):
+        return self.last(self.frozen(self.third(torch.tanh(self.second(self.first(x))))))
+
+
+def odd_parameters():
+    def run(engine, model, seen):
+        train(engine, model, seen)
+        model.frozen.weight.requires_grad_(True)
+        train(engine, model, seen, steps=1)
+
+    compare(lambda engine: engine.fully_shard(Shared(), mesh=mesh_of()), run)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_shared_frozen_unused_and_uneven_parameters(ranks, size):
+    ranks(size).run(odd_parameters)
+
+
+def ignored():
+    def make(engine):
+        model = Shared()
+        kept = set(model.last.parameters())
+        engine.fully_shard(model, mesh=mesh_of(), ignored_params=kept)
+        assert not isinstance(model.last.weight, DTensor)
+        return model
+
+    compare(make)
+
+
+def test_ignored_parameters(ranks):
+    ranks(2).run(ignored)
+
+
+def group_of_modules(partial):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = Mlp()
+            self.norm = nn.LayerNorm(6)
+            self.head = nn.Linear(6, 4)
+
+        def forward(self, x):
+            x = self.norm(self.body(x))
+            return x if partial else self.head(x)
+
+    def make(engine):
+        model = Model()
+        engine.fully_shard(model.body, mesh=mesh_of())
+        engine.fully_shard([model.norm, model.head], mesh=mesh_of())
+        return engine.fully_shard(model, mesh=mesh_of())
+
+    compare(make)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_several_modules_as_one_group(ranks, partial):
+    ranks(2).run(group_of_modules, partial)
+
+
+def placement():
+    def by_largest_dim(param):
+        dim = max(range(param.dim()), key=lambda i: param.shape[i])
+        return Shard(dim - param.dim())
+
+    compare(lambda engine: sharded_mlps(engine, shard_placement_fn=by_largest_dim))
+
+
+def test_placement_function(ranks):
+    ranks(2).run(placement)
+
+
+def unused_on_one_rank():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.a(x) if dist.get_rank() == 0 else self.b(x)
+
+    def run(engine, model, seen):
+        model.set_reduce_scatter_unused_params(True)
+        train(engine, model, seen)
+
+    compare(lambda engine: engine.fully_shard(Model(), mesh=mesh_of()), run)
+
+
+def test_parameters_that_one_rank_does_not_use(ranks):
+    ranks(2).run(unused_on_one_rank)
