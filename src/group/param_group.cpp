@@ -428,8 +428,9 @@ void FSDPParamGroup::end_backward(bool is_last, bool keep) {
     reshard(ReshardAfter::Backward);
   }
   keep_whole();
-  // After the last backward an optimizer may step, which version counters do not always tell.
-  if (state_ == ParamsState::Kept && is_last && reduce_grads) {
+  // With complete gradients an optimizer may step, which version counters do not always tell.
+  const bool complete = is_last && reduce_grads && (!replicas_ || reducer_->all_reduce_grads);
+  if (state_ == ParamsState::Kept && complete) {
     enter(ParamsState::Outdated);
   }
 }

@@ -55,6 +55,7 @@ def accumulation(shape, how):
                     model.set_requires_gradient_sync(is_last)
                 elif how == "no_all_reduce":
                     model.set_requires_all_reduce(is_last)
+                    model.set_reshard_after_backward(is_last)
                 else:
                     model.set_is_last_backward(is_last)
                     model.set_reshard_after_backward(is_last)
@@ -65,7 +66,11 @@ def accumulation(shape, how):
             optimizer.zero_grad()
 
     # With keep_whole, torch prefetches gathers of modules whose parameters it frees unused.
-    compare(lambda engine: sharded_mlps(engine, mesh=mesh_of(*shape)), run, collectives=how != "keep_whole")
+    compare(
+        lambda engine: sharded_mlps(engine, mesh=mesh_of(*shape), reshard_after_forward=how != "no_all_reduce"),
+        run,
+        collectives=how != "keep_whole",
+    )
 
 
 @pytest.mark.parametrize("how", ["no_sync", "keep_whole"])
