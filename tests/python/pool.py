@@ -1,15 +1,21 @@
-"""Ranks for tests: processes that stay, because starting one takes longer than most tests."""
+"""Ranks for tests: processes that stay, because starting one takes longer than most tests.
+
+With FSDP_TEST_DEVICE=cuda they talk over NCCL, and all use the first GPU if there is only one.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 import traceback
 import warnings
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+DEVICE = os.environ.get("FSDP_TEST_DEVICE", "cpu")
 TIME_LIMIT = 120  # seconds; generous, against hangs
 
 
@@ -19,10 +25,21 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _serve(rank: int, size: int, port: int, pipe) -> None:
+def _join(rank: int, size: int, port: int | None) -> None:
+    if port is None:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        return
+    backend = "gloo"
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"  # gloo is for parameters on the host, and for DCP
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+
+
+def _serve(rank: int, size: int, port: int | None, pipe) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    _join(rank, size, port)
     pipe.send(None)
     while (job := pipe.recv()) is not None:
         function, args = job
@@ -36,17 +53,18 @@ def _serve(rank: int, size: int, port: int, pipe) -> None:
 
 
 class Ranks:
-    """Runs a function on every rank of a gloo world."""
+    """Runs a function on every rank of a world. If it is `fake`, only rank 0 runs."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, fake: bool = False) -> None:
         self.size = size
+        self.fake = fake
         self.pipes: list = []
         self.processes: list = []
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
-        for rank in range(self.size):
+        port = None if self.fake else _free_port()
+        for rank in range(1 if self.fake else self.size):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.size, port, there), daemon=True)
             process.start()

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
-from parity import ENGINES, Mlp, batch, mesh_of, sharded_mlps, whole
+from parity import ENGINES, Mlp, batch, mesh_of, needs_torch_2_13, sharded_mlps, whole
+from pool import DEVICE
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -70,9 +71,9 @@ def errors(engine_name):
     with refused(ValueError, "does not support containers that do not implement forward"):
         engine.fully_shard(nn.ModuleList([Mlp()]), mesh=mesh)
     with refused(ValueError, "expects a 1D or 2D DeviceMesh but got"):
-        engine.fully_shard(Mlp(), mesh=dist.init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c")))
+        engine.fully_shard(Mlp(), mesh=dist.init_device_mesh(DEVICE, (1, 1, 2), mesh_dim_names=("a", "b", "c")))
     with refused(AssertionError, "Please init the 2D mesh for HSDP with mesh_dim_names specified"):
-        engine.fully_shard(Mlp(), mesh=dist.init_device_mesh("cpu", (1, 2)))
+        engine.fully_shard(Mlp(), mesh=dist.init_device_mesh(DEVICE, (1, 2)))
     with refused(ValueError, "it should be a factor of 2, not 3"):
         engine.fully_shard(Mlp(), mesh=mesh, reshard_after_forward=3)
     with refused(ValueError, "should be a bool or an int"):
@@ -112,7 +113,7 @@ def errors(engine_name):
         outer[0].reset_iter_state()
 
 
-@pytest.mark.parametrize("engine", ["torch", "fsdp_cpp"])
+@pytest.mark.parametrize("engine", [pytest.param("torch", marks=needs_torch_2_13), "fsdp_cpp"])
 def test_errors(ranks, engine):
     ranks(2).run(errors, engine)
 

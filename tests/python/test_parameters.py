@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from parity import ENGINES, Mlp, batch, compare, mesh_of, see_grads, sharded_mlps, train
+from parity import ENGINES, Mlp, batch, compare, mesh_of, needs_torch_2_13, see_grads, sharded_mlps, train
+from pool import DEVICE
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -32,7 +33,7 @@ def test_mixed_precision(ranks, param, reduce, output):
 
 def offload():
     def make(engine):
-        return sharded_mlps(engine, offload_policy=engine.CPUOffloadPolicy(pin_memory=False))
+        return sharded_mlps(engine, offload_policy=engine.CPUOffloadPolicy(pin_memory=DEVICE != "cpu"))
 
     compare(make)
 
@@ -49,7 +50,7 @@ def meta_init(then):
             engine.fully_shard(layer, mesh=mesh_of())
         engine.fully_shard(model, mesh=mesh_of())
         if then == "to_empty":
-            model.to_empty(device="cpu")
+            model.to_empty(device=DEVICE)
             with torch.no_grad():
                 for param in model.parameters():
                     param.copy_(torch.full_like(param, 0.1))
@@ -126,7 +127,7 @@ def test_shared_frozen_unused_and_uneven_parameters(ranks, size):
 
 def ignored():
     def make(engine):
-        model = Shared()
+        model = Shared().to(DEVICE)
         kept = set(model.last.parameters())
         engine.fully_shard(model, mesh=mesh_of(), ignored_params=kept)
         assert not isinstance(model.last.weight, DTensor)
@@ -177,6 +178,29 @@ def test_placement_function(ranks):
     ranks(2).run(placement)
 
 
+def meshes_of_their_own():
+    """The parameters of the middle layer are divided over two ranks, and have two replicas."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+
+    def make(engine):
+        model = nn.Sequential(Mlp(), Mlp(), Mlp())
+        special = set(model[1].parameters())
+        usual = FSDPMeshInfo(mesh_of(), shard_mesh_dim=0)
+        other = HSDPMeshInfo(mesh_of(2, 2), shard_mesh_dim=1, replicate_mesh_dim=0)
+        return engine.fully_shard(
+            model,
+            mesh=mesh_of(),
+            shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), other if p in special else usual),
+        )
+
+    compare(make)
+
+
+@needs_torch_2_13
+def test_parameters_with_meshes_of_their_own(ranks):
+    ranks(4).run(meshes_of_their_own)
+
+
 def unused_on_one_rank():
     class Model(nn.Module):
         def __init__(self):
@@ -193,5 +217,6 @@ def unused_on_one_rank():
     compare(lambda engine: engine.fully_shard(Model(), mesh=mesh_of()), run)
 
 
+@needs_torch_2_13
 def test_parameters_that_one_rank_does_not_use(ranks):
     ranks(2).run(unused_on_one_rank)

@@ -6,7 +6,8 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from parity import ENGINES, Mlp, batch, compare, mesh_of, see_grads, sharded_mlps, train, whole
+from parity import ENGINES, Mlp, batch, compare, mesh_of, needs_torch_2_13, see_grads, sharded_mlps, train, whole
+from pool import DEVICE
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +22,16 @@ def reshards(reshard):
 @pytest.mark.parametrize("size", [2, 4])
 def test_reshard_after_forward(ranks, size, reshard):
     ranks(size).run(reshards, reshard)
+
+
+def many_ranks(shape):
+    # A fake sum has one rank's part only, and its average is no average.
+    compare(lambda engine: sharded_mlps(engine, mesh=mesh_of(*shape)), values=False)
+
+
+@pytest.mark.parametrize("shape", [(64,), (8, 8)])
+def test_many_ranks_of_which_one_runs(ranks, shape):
+    ranks(64, True).run(many_ranks, shape)
 
 
 def test_reshard_to_fewer_ranks(ranks):
@@ -298,7 +309,7 @@ def test_two_roots(ranks):
 def scaler_and_clipping():
     def run(engine, model, seen):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0)
         for step in range(3):
             loss = model(batch(step)).square().mean()
             scaler.scale(loss).backward()
@@ -320,7 +331,7 @@ def test_grad_scaler_and_clipping(ranks):
 def autocast():
     def run(engine, model, seen):
         for step in range(3):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(DEVICE, dtype=torch.bfloat16):
                 loss = model(batch(step)).float().square().mean()
             loss.backward()
             see_grads(model, seen, loss)
@@ -392,6 +403,7 @@ def after_an_error(where):
     compare(sharded_mlps, run, collectives=False)
 
 
+@needs_torch_2_13
 @pytest.mark.parametrize("where", ["forward", "backward", "interrupt"])
 def test_training_goes_on_after_an_error(ranks, where):
     ranks(2).run(after_an_error, where)
