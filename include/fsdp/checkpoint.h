@@ -94,7 +94,8 @@ struct CheckpointSeriesOptions {
 /// to the newest complete one.
 class FSDP_API CheckpointSeries {
  public:
-  explicit CheckpointSeries(std::filesystem::path root, CheckpointSeriesOptions options = {});
+  explicit CheckpointSeries(
+      const std::filesystem::path& root, CheckpointSeriesOptions options = {});
 
   /// Save as fsdp::save and fsdp::async_save do. Afterwards they remove the checkpoints that the
   /// options do not keep.

@@ -148,7 +148,7 @@ class FSDP_API FSDPModule {
   /// default on the stream of the reduction. Throws ValueError if `stream` is given and the mesh
   /// has replicas.
   void set_all_reduce_hook(
-      std::function<void(at::Tensor&)> hook, std::optional<c10::Stream> stream = {});
+      const std::function<void(at::Tensor&)>& hook, std::optional<c10::Stream> stream = {});
   /// Takes communication buffers from the process group's own memory, if its backend has such
   /// memory.
   void set_allocate_memory_from_process_group_for_comm(bool enable);

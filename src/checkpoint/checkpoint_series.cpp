@@ -145,7 +145,8 @@ detail::SeriesSteps series_steps(
 
 } // namespace
 
-CheckpointSeries::CheckpointSeries(std::filesystem::path root, CheckpointSeriesOptions options)
+CheckpointSeries::CheckpointSeries(
+    const std::filesystem::path& root, CheckpointSeriesOptions options)
     : root_(root.lexically_normal()), options_(options) {
   TORCH_CHECK_VALUE(!root.empty(), "[CheckpointSeries] the folder has no name");
   TORCH_CHECK_VALUE(

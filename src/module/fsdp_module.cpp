@@ -198,7 +198,7 @@ void FSDPModule::set_custom_reduce_scatter(std::shared_ptr<ReduceScatter> comm) 
 }
 
 void FSDPModule::set_all_reduce_hook(
-    std::function<void(at::Tensor&)> hook, std::optional<c10::Stream> stream) {
+    const std::function<void(at::Tensor&)>& hook, std::optional<c10::Stream> stream) {
   for (const auto& group : state()->groups()) {
     group->reducer().set_all_reduce_hook(hook, stream);
   }

@@ -216,6 +216,25 @@ def test_custom_collectives(ranks):
     ranks(2).run(custom_collectives)
 
 
+def post_optim_event():
+    def run(engine, model, seen):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            loss = model(batch(step)).square().mean()
+            loss.backward()
+            see_grads(model, seen, loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.set_post_optim_event(torch.cuda.current_stream().record_event())
+
+    compare(sharded_mlps, run)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs streams")
+def test_post_optim_event(ranks):
+    ranks(2).run(post_optim_event)
+
+
 def without_gradients():
     def run(engine, model, seen):
         train(engine, model, seen)
