@@ -47,7 +47,7 @@ def _placement(
         mesh = mesh if own is mesh.mesh else ParamMesh(own)
         result = result.placement
     if not isinstance(result, Shard):
-        raise AssertionError(f"Expects Shard but got {result}")
+        raise ValueError(f"Invalid shard_placement_fn result: expects Shard or None but got {result}")
     dim = result.dim + param.dim() if result.dim < 0 else result.dim
     if not 0 <= dim < param.dim():
         raise AssertionError(f"Shard dim {result.dim} is invalid for {param.dim()}D tensor of shape {param.shape}")

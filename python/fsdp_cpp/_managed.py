@@ -67,7 +67,8 @@ def managed_params(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> 
             if isinstance(param, DTensor):
                 raise NotImplementedError(
                     f"fsdp_cpp does not shard parameter '{name}' of {type(module).__name__}, which is a "
-                    "DTensor already (tensor parallelism); take fully_shard from torch.distributed.fsdp"
+                    "DTensor already. If a module above it was sharded first, shard the inner modules before. "
+                    "For tensor parallelism take fully_shard from torch.distributed.fsdp"
                 )
             if is_traceable_wrapper_subclass(param):
                 raise NotImplementedError(

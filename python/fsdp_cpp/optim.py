@@ -68,8 +68,11 @@ def clip_grad_norm_(
     foreach: bool | None = None,
 ) -> torch.Tensor:
     """torch.nn.utils.clip_grad_norm_ over all ranks. Returns the norm as a plain tensor on every rank."""
-    norm_type = float(norm_type)
+    norm_type, max_norm = float(norm_type), float(max_norm)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if not norm_type > 0:  # of which torch has an opinion of its own
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         return torch.tensor(0.0)

@@ -69,6 +69,7 @@ auto setter(void (FSDPModule::*set)(Args...)) {
 std::vector<FSDPModule> handles_of(const std::vector<std::shared_ptr<ModuleState>>& states) {
   std::vector<FSDPModule> handles;
   for (const auto& state : states) {
+    TORCH_CHECK_TYPE(state, "None is not a state");
     handles.push_back(state->handle());
   }
   return handles;

@@ -93,6 +93,9 @@ std::shared_ptr<ReduceScatter> python_reduce_scatter(py::object comm) {
 }
 
 std::function<void(at::Tensor&)> python_all_reduce_hook(py::object hook) {
+  if (hook.is_none()) {
+    return {};
+  }
   return [hook = Reference(std::move(hook))](at::Tensor& flat) {
     const Locked locked;
     hook.handle()(flat);

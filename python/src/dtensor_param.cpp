@@ -29,7 +29,12 @@ bool is_dtensor(PyObject* object) {
 }
 
 at::Tensor local_of(PyObject* dtensor) {
-  return THPVariable_Unpack(checked(PyObject_GetAttr(dtensor, known_class()->local.ptr())).ptr());
+  const auto local = checked(PyObject_GetAttr(dtensor, known_class()->local.ptr()));
+  TORCH_CHECK_TYPE(
+      THPVariable_Check(local.ptr()),
+      "[fully_shard] the _local_tensor of a parameter or gradient is a ",
+      Py_TYPE(local.ptr())->tp_name, ", not a tensor");
+  return THPVariable_Unpack(local.ptr());
 }
 
 /// Returns an alias of `shard` with a storage and an offset of its own. Who copies or saves the

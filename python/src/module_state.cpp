@@ -191,14 +191,20 @@ ModuleState& state_of(PyObject* capsule) {
   return **static_cast<std::shared_ptr<ModuleState>*>(PyCapsule_GetPointer(capsule, kCapsule));
 }
 
-PyObject* pre_hook(PyObject* self, PyObject* const* args, Py_ssize_t /*num_args*/) {
+void check_arguments(Py_ssize_t num_args) {
+  TORCH_CHECK_TYPE(num_args == 3, "a hook of a forward takes 3 arguments, not ", num_args);
+}
+
+PyObject* pre_hook(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   HANDLE_TH_ERRORS
+  check_arguments(num_args);
   return state_of(self).pre_forward(args[0], args[1], args[2]).release().ptr();
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* post_hook(PyObject* self, PyObject* const* args, Py_ssize_t /*num_args*/) {
+PyObject* post_hook(PyObject* self, PyObject* const* args, Py_ssize_t num_args) {
   HANDLE_TH_ERRORS
+  check_arguments(num_args);
   return state_of(self).post_forward(args[0], args[2]).release().ptr();
   END_HANDLE_TH_ERRORS
 }

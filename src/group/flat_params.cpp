@@ -391,6 +391,18 @@ void FlatParams::show(Face face) {
     param->show(face);
   }
   shown_ = face;
+  shown_to_users_ = face;
+}
+
+void FlatParams::show_to_users(Face face) {
+  if (face == shown_to_users_) {
+    return;
+  }
+  const auto held = params_.front()->user().begin();
+  for (const auto& param : params_) {
+    param->show_to_user(face);
+  }
+  shown_to_users_ = face;
 }
 
 void FlatParams::refuse_write(const FSDPParam& param) {

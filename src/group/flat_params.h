@@ -113,6 +113,11 @@ class FlatParams {
   }
   /// Shows the parameters' shards or the whole parameters.
   void show(Face face);
+  /// Shows them to users alone, see UserParam. Nothing changes for users of the engine's tensors.
+  void show_to_users(Face face);
+  Face shown() const {
+    return shown_;
+  }
   /// Throws if somebody wrote to a whole parameter: that would be lost. Says so once.
   void check_whole_unwritten();
   /// The same for writes that no version counter tells (through `.data()`, as those of
@@ -194,6 +199,7 @@ class FlatParams {
   std::vector<at::Tensor> gather_targets_;
   std::vector<Payload> payloads_;
   Face shown_ = Face::Sharded;
+  Face shown_to_users_ = Face::Sharded;
   bool told_of_write_ = false; // to the whole parameters of the last gather
 
   ProcessGroup neighbours_;

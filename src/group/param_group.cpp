@@ -227,6 +227,7 @@ void FSDPParamGroup::wait_for_unshard(UnshardFor purpose) {
     unshard(purpose); // again, with the shards as they are now
   }
   if (state_ != ParamsState::Gathering) {
+    flat_.show_to_users(flat_.shown());
     return;
   }
   const bool forward = purpose == UnshardFor::Forward;
@@ -421,7 +422,8 @@ void FSDPParamGroup::end_backward(bool is_last, bool keep) {
   if (is_last) {
     drop_gather();
   }
-  if (keep) {
+  if (keep) { // the graph of this backward needs them whole, but users want to see gradients
+    flat_.show_to_users(Face::Sharded);
     return;
   }
   if (std::exchange(kept_for_graph_, false) && reshard_after_backward) {

@@ -99,6 +99,10 @@ class FSDPParam {
     return face_;
   }
   void show(Face face);
+  /// Shows it to the user alone.
+  void show_to_user(Face face) {
+    user_->shown(face);
+  }
   /// Returns true if somebody replaced the tensor's content.
   bool was_replaced() const;
   /// Takes over what the user holds in the place of the shard. The tensor must show its sharded

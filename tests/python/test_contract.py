@@ -93,6 +93,8 @@ def errors(engine_name):
         module.set_reduce_scatter_max_input_buffers(True)
     with refused(ValueError, "max_input_buffers must be a positive int"):
         module.set_reduce_scatter_max_input_buffers(0)
+    with refused(ValueError, "Invalid shard_placement_fn result"):
+        engine.fully_shard(Mlp(), mesh=mesh, shard_placement_fn=lambda param: Replicate())
     with refused(ValueError, "Expects list of FSDPModules"):
         engine.share_comm_ctx([Mlp()])
     with torch.device("meta"):
@@ -135,6 +137,43 @@ def own_errors():
     model[0].up.weight = nn.Parameter(torch.zeros(10, 6))
     with pytest.raises(ValueError, match="was replaced by a Parameter, but is a DTensor outside of forward"):
         model(batch(0))
+
+
+def damaged_tensors():
+    model = sharded_mlps(fsdp_cpp)
+    hook = next(iter(model._forward_pre_hooks.values()))
+    with pytest.raises(TypeError, match="takes 3 arguments"):
+        hook()
+    model(batch(0)).sum().backward()
+    weight = model[0].up.weight
+    local = weight.grad._local_tensor
+    weight.grad._local_tensor = 5
+    with pytest.raises(TypeError, match="is a int, not a tensor"):
+        model(batch(0)).sum().backward()
+    weight.grad._local_tensor = local
+    weight._local_tensor = None
+    with pytest.raises(TypeError, match="is a NoneType, not a tensor"):
+        model(batch(0))
+
+
+def test_damaged_tensors(ranks):
+    ranks(2).run(damaged_tensors)
+
+
+def norms():
+    model = sharded_mlps(fsdp_cpp)
+    for norm_type in (1, 2, 3.5, 0, float("inf"), float("-inf")):
+        results = []
+        for clip in (torch.nn.utils.clip_grad_norm_, fsdp_cpp.optim.clip_grad_norm_):
+            model.zero_grad()
+            model(batch(0)).square().mean().backward()
+            norm = clip(model.parameters(), 0.01, norm_type)
+            results.append([whole(norm), *[whole(param.grad) for param in model.parameters()]])
+        torch.testing.assert_close(results[1], results[0])
+
+
+def test_clip_grad_norm_of_every_type(ranks):
+    ranks(2).run(norms)
 
 
 def test_own_errors(ranks):

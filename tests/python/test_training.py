@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 
 import pytest
 import torch
@@ -172,6 +173,8 @@ def all_reduce_hook():
             flat.mul_(2)
 
         model[1].set_all_reduce_hook(hook)
+        train(engine, model, seen)
+        model[1].set_all_reduce_hook(None)
         train(engine, model, seen)
 
     compare(sharded_mlps, run)
@@ -374,6 +377,24 @@ def backward_twice():
 
 def test_two_backwards_of_a_forward(ranks):
     ranks(2).run(backward_twice)
+
+
+def backward_with_a_graph():
+    def run(engine, model, seen):
+        train(engine, model, seen)
+        loss = model(batch(0)).square().mean()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # .grad and the graph refer to each other
+            loss.backward(create_graph=True)
+        see_grads(model, seen, loss)
+        model.zero_grad()
+        train(engine, model, seen)
+
+    compare(sharded_mlps, run, collectives=False)  # the graph keeps the parameters whole for a while
+
+
+def test_a_backward_that_makes_a_graph(ranks):
+    ranks(2).run(backward_with_a_graph)
 
 
 def forward_twice():
