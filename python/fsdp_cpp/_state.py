@@ -28,6 +28,12 @@ def is_managed(param: nn.Parameter) -> bool:
     return param in _managed
 
 
+def _holder(module: nn.Module) -> Any:
+    """Where the engine shows a parameter: see Site in dtensor_param.h."""
+    is_plain = type(module).__setattr__ is nn.Module.__setattr__
+    return module._parameters if is_plain else weakref.ref(module)
+
+
 class State(_State):
     """Made by the decorator of fully_shard, before its arguments are known. `init` does the work."""
 
@@ -65,7 +71,7 @@ class State(_State):
         for i, (mesh, params, _) in enumerate(groups):
             for k, param in enumerate(params):
                 dtensor = mesh.dtensor(param, metas[param], dims[param], self.engine.shard(i, k))
-                where = [(module._parameters, site) for module, site in sites[param]]
+                where = [(_holder(module), site) for module, site in sites[param]]
                 self.engine.bind(i, k, param, dtensor, where)
                 _managed[param] = True
         for module in modules:

@@ -67,6 +67,25 @@ void set_dtensor_class(py::object dtensor, py::object make) {
   known_class() = new DTensorClass{std::move(dtensor), std::move(make)};
 }
 
+void Site::set(PyObject* object) const {
+  if (PyDict_Check(holder.ptr())) {
+    if (PyDict_SetItem(holder.ptr(), name.ptr(), object) != 0) {
+      throw_python_error();
+    }
+  } else if (const auto module = checked(PyObject_CallNoArgs(holder.ptr())); !module.is_none()) {
+    module.attr(py::handle(name.ptr())) = py::handle(object);
+  }
+}
+
+PyObject* Site::get() const {
+  if (PyDict_Check(holder.ptr())) {
+    return PyDict_GetItemWithError(holder.ptr(), name.ptr());
+  }
+  const auto module = checked(PyObject_CallNoArgs(holder.ptr()));
+  return module.is_none() ? nullptr
+                          : PyDict_GetItemWithError(module.attr("_parameters").ptr(), name.ptr());
+}
+
 DTensorParam::DTensorParam(
     std::string name, py::object whole, py::object dtensor, std::vector<Site> sites)
     : name_(std::move(name)),
@@ -103,15 +122,13 @@ void DTensorParam::shown(detail::Face face) {
 
 void DTensorParam::put(const Reference& object) const {
   for (const auto& site : sites_) {
-    if (PyDict_SetItem(site.dict.ptr(), site.name.ptr(), object.ptr()) != 0) {
-      throw_python_error();
-    }
+    site.set(object.ptr());
   }
 }
 
 /// What the first module has in its `_parameters`. Null if the user has removed it.
 PyObject* DTensorParam::registered() const {
-  return PyDict_GetItemWithError(sites_.front().dict.ptr(), sites_.front().name.ptr());
+  return sites_.front().get();
 }
 
 void DTensorParam::attached(const at::Tensor& shard) {

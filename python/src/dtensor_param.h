@@ -22,10 +22,15 @@ namespace fsdp::python {
 // - If somebody puts another DTensor into a module (load_state_dict with assign), or another local
 //   tensor into the DTensor (Module.to), the engine takes it over before the next gather.
 
-/// An entry of a module's `_parameters`.
+/// Where a module has a parameter. `holder` is the module's `_parameters`, or a weak reference to
+/// a module that wants to know of its parameters: one with a `__setattr__` of its own, as nn.LSTM.
 struct Site {
-  Reference dict;
+  Reference holder;
   Reference name;
+
+  void set(PyObject* object) const;
+  /// Null if there is none.
+  PyObject* get() const;
 };
 
 class DTensorParam : public detail::UserParam {

@@ -125,6 +125,29 @@ def test_shared_frozen_unused_and_uneven_parameters(ranks, size):
     ranks(size).run(odd_parameters)
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6)  # has a second list of its parameters
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+def recurrent():
+    def run(engine, model, seen):
+        train(engine, model, seen)
+        model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()}, assign=True)
+        assert all(isinstance(weight, DTensor) for weight in model.lstm._flat_weights)
+        train(engine, model, seen)
+
+    compare(lambda engine: engine.fully_shard(Recurrent(), mesh=mesh_of()), run)
+
+
+def test_modules_with_a_setattr_of_their_own(ranks):
+    ranks(2).run(recurrent)
+
+
 def ignored():
     def make(engine):
         model = Shared().to(DEVICE)
