@@ -173,7 +173,7 @@ void train_and_compare(
     made.unshard();
     auto loss = loss_of(made.params, 100 * step + get_rank());
     made.group->reshard(ReshardAfter::User); // after forward
-    made.unshard();        // for backward
+    made.unshard();                          // for backward
     loss.backward();
     made.reduce_grads();
     torch::Tensor total = torch::zeros({});
@@ -259,8 +259,7 @@ TEST(ParamGroup, AccumulatesUntilReduced) {
 TEST(ParamGroup, ReducesStridedGradientsOfSeveralDtypesBitForBit) {
   run_ranks(3, [](int rank) {
     const auto grads_of = [&](bool strided) {
-      Made made(
-          {{5, 7}, {4, 3}, {6, 2}}, {torch::kFloat, torch::kDouble, torch::kBFloat16});
+      Made made({{5, 7}, {4, 3}, {6, 2}}, {torch::kFloat, torch::kDouble, torch::kBFloat16});
       made.unshard();
       torch::Tensor loss = torch::zeros({}, torch::kDouble);
       for (size_t i = 0; i < made.params.size(); ++i) {
