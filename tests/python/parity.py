@@ -71,9 +71,9 @@ def batch(step: int) -> torch.Tensor:
 Train = Callable[[Any, nn.Module, list], None]
 
 
-def train(engine: Any, model: nn.Module, seen: list, steps: int = 3) -> None:
+def train(engine: Any, model: nn.Module, seen: list, steps: int = 3, foreach: bool | None = None) -> None:
     """Ordinary steps. `seen` gets what must be the same with both engines."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=foreach)
     for step in range(steps):
         loss = model(batch(step)).square().mean()
         loss.backward()

@@ -1,5 +1,7 @@
 """Parameters of every kind, with both engines: how they are stored, and which are sharded."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -141,7 +143,9 @@ def recurrent():
         assert all(isinstance(weight, DTensor) for weight in model.lstm._flat_weights)
         train(engine, model, seen)
 
-    compare(lambda engine: engine.fully_shard(Recurrent(), mesh=mesh_of()), run)
+    # With cuDNN, torch's engine goes on with the weights of the beginning.
+    with torch.backends.cudnn.flags(enabled=False):
+        compare(lambda engine: engine.fully_shard(Recurrent(), mesh=mesh_of()), run)
 
 
 def test_modules_with_a_setattr_of_their_own(ranks):
@@ -156,7 +160,8 @@ def ignored():
         assert not isinstance(model.last.weight, DTensor)
         return model
 
-    compare(make)
+    # torch's optimizers take tensors and DTensors together only one by one.
+    compare(make, functools.partial(train, foreach=False))
 
 
 def test_ignored_parameters(ranks):
