@@ -47,9 +47,8 @@ def managed_modules(
 
 def _is_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
     """True if the module has no buffers, and all its parameters are ignored."""
-    if any(True for _ in module.buffers()):
-        return False
-    return all(parameter in ignored for parameter in module.parameters())
+    has_buffers = next(module.buffers(), None) is not None
+    return not has_buffers and all(parameter in ignored for parameter in module.parameters())
 
 
 def managed_params(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Parameter, list]:

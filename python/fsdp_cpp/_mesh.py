@@ -16,7 +16,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from . import _C
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("torch.distributed.fsdp.fully_shard")  # as torch does
 
 
 def default_mesh(names: tuple[str, ...] | None = None) -> DeviceMesh:

@@ -177,6 +177,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
+        # Past torch's FSDPModule, whose own _apply asks for torch's state.
         result = super(torch_fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         self._engine().adopt()
         return result

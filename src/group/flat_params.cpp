@@ -411,7 +411,7 @@ void FlatParams::refuse_write(const FSDPParam& param) {
       false, "[fully_shard] parameter '", param.name(),
       "' was written to while it was unsharded, which would be lost. Write to its shard: call "
       "reshard() first. If this was a step of an optimizer, a forward without a backward came "
-      "before it: run that one under torch::NoGradGuard");
+      "before it: run that one without gradients (NoGradGuard, torch.no_grad)");
 }
 
 void FlatParams::check_whole_unwritten() {
