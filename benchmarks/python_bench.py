@@ -1,6 +1,6 @@
 """`./fsdp bench python`: what sharding costs Python modules, with torch's FSDP2 and with fsdp_cpp.
 
-The host's time of a step over torch's fake group, and a step of real ranks over gloo. All sides run
+The host's time of a step over torch's fake group, and a step of real ranks over gloo or NCCL. All sides run
 in turns in the same processes, so that a slow moment of the machine meets all of them.
 """
 
@@ -34,14 +34,14 @@ SIDES = {
 class Side:
     def __init__(self, options, fully_shard, optimizer, mesh, now):
         self.now = now
-        self.model = Transformer(options.dim, options.layers, HEADS, VOCABULARY)
+        self.model = Transformer(options.dim, options.layers, HEADS, VOCABULARY).to(mesh.device_type)
         fill_parameters(self.model)
         if fully_shard:
             for block in self.model.blocks:
                 fully_shard(block, mesh=mesh, reshard_after_forward=True)
             fully_shard(self.model, mesh=mesh, reshard_after_forward=True)
         self.optimizer = optimizer(self.model.parameters(), lr=1e-5, fused=True)
-        self.batch = batch_of(1, options.sequence, VOCABULARY, dist.get_rank())
+        self.batch = [part.to(mesh.device_type) for part in batch_of(1, options.sequence, VOCABULARY, dist.get_rank())]
 
     def step(self):
         begin = self.now()
@@ -55,11 +55,11 @@ class Side:
         return [forward - begin, backward - forward, backward - begin, end - backward, end - begin]
 
 
-def measure(options, now):
+def measure(options, device, now):
     """The median seconds of each phase, by side."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
     sides = {name: Side(options, *how, mesh, now) for name, how in SIDES.items()}
     steps = {name: [] for name in sides}
     for _ in range(options.rounds + 1):
@@ -95,15 +95,24 @@ def host_cost(_, options):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.fake_ranks)
-    result = measure(options, time.process_time)
+    result = measure(options, "cpu", time.process_time)
     show(f"Host time, {options.fake_ranks} ranks of which one runs (fake), {options.layers} blocks of dim {options.dim}", result)
 
 
+def synchronized():
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def real_step(rank, options):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=rank, world_size=2)
-    result = measure(options, time.perf_counter)
+    backend, now = "gloo", time.perf_counter
+    if options.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        backend, now = "nccl", synchronized
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{options.port}", rank=rank, world_size=options.ranks)
+    result = measure(options, options.device, now)
     if rank == 0:
-        show(f"A step of 2 ranks over gloo, {options.layers} blocks of dim {options.dim}", result)
+        show(f"A step of {options.ranks} ranks over {backend}, {options.layers} blocks of dim {options.dim}", result)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -116,6 +125,8 @@ def main():
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--sequence", type=int, default=16)
     parser.add_argument("--fake-ranks", type=int, default=8)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the step with real ranks")
+    parser.add_argument("--ranks", type=int, default=2, help="of the step with real ranks")
     parser.add_argument("--port", type=int, default=29671)
     parser.add_argument("--only", choices=["host", "step"])
     options = parser.parse_args()
@@ -125,7 +136,7 @@ def main():
     if options.only != "step":
         multiprocessing.spawn(host_cost, (options,), nprocs=1)
     if options.only != "host":
-        multiprocessing.spawn(real_step, (options,), nprocs=2)
+        multiprocessing.spawn(real_step, (options,), nprocs=options.ranks)
 
 
 if __name__ == "__main__":
