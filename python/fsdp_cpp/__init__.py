@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ._build import TORCH_VERSION, VERSION as __version__
@@ -17,7 +19,7 @@ if torch.__version__.split("+")[0] != TORCH_VERSION:
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from ._fully_shard import fully_shard, replicate
+from ._fully_shard import replicate
 from ._module import (
     FSDPModule,
     ReplicateModule,
@@ -25,6 +27,11 @@ from ._module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import fully_shard  # the same signature, with its overloads
+else:
+    from ._fully_shard import fully_shard
 
 try:
     from torch.distributed.fsdp import DataParallelMeshDims

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import inspect
 import tempfile
 import weakref
 
@@ -56,6 +57,20 @@ def faces():
 
 def test_faces(ranks):
     ranks(2).run(faces)
+
+
+def signature(function):
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+@needs_torch_2_13
+def test_signatures():
+    for name in ("fully_shard", "replicate", "register_fsdp_forward_method", "share_comm_ctx"):
+        assert signature(getattr(fsdp_cpp, name)) == signature(getattr(ENGINES["torch"], name)), name
+    for name, method in inspect.getmembers(torch_fsdp.FSDPModule, inspect.isfunction):
+        if not name.startswith("_"):
+            own = getattr(fsdp_cpp.FSDPModule, name)
+            assert own is not method and signature(own) == signature(method), name
 
 
 def errors(engine_name):
