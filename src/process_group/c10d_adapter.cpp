@@ -87,8 +87,16 @@ c10::intrusive_ptr<c10d::Work> issue(c10d::Backend& backend, const CollectiveCal
   // number of elements matters. An all-to-all with splits keeps its rows: the
   // splits are lengths along dim 0.
   const bool flat = call.out_splits.empty() && call.in_splits.empty();
-  auto output = call.output.defined() && flat ? call.output.view(-1) : call.output;
-  auto input = call.input.defined() && flat ? call.input.view(-1) : call.input;
+  const auto flattened = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || !flat) {
+      return tensor;
+    }
+    // gloo and nccl have no complex numbers. Copies and sums of them are those of their parts.
+    const bool in_parts = tensor.is_complex() && !call.plan && call.op.kind() != ReduceOp::Product;
+    return (in_parts ? at::view_as_real(tensor) : tensor).view(-1);
+  };
+  auto output = flattened(call.output);
+  auto input = flattened(call.input);
   std::vector<at::Tensor> outputs{output};
   switch (call.kind) {
     case CollectiveKind::AllGather:

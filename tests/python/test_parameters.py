@@ -152,6 +152,28 @@ def test_modules_with_a_setattr_of_their_own(ranks):
     ranks(2).run(recurrent)
 
 
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.view_as_real(torch.view_as_complex(x.view(4, 3, 2)) @ self.weight).flatten(1)
+
+
+def complex_parameters():
+    def make(engine):
+        model = nn.Sequential(Complex(), nn.Linear(6, 6))
+        engine.fully_shard(model[0], mesh=mesh_of())
+        return engine.fully_shard(model, mesh=mesh_of())
+
+    compare(make, sizes=False)  # complex numbers are sent as their two parts
+
+
+def test_complex_parameters(ranks):
+    ranks(2).run(complex_parameters)
+
+
 def ignored():
     def make(engine):
         model = Shared().to(DEVICE)
