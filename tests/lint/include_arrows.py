@@ -46,7 +46,9 @@ PUBLIC = {
     "error.h": "base",
     "export.h": "base",
     "extension.h": "param",
+    "forward_call.h": "module",
     "forward_scope.h": "state",
+    "forward_signature.h": "module",
     "fsdp.h": None,  # the umbrella: for users only
     "fully_shard.h": "module",
     "grad_scaler.h": "optim",
