@@ -4,7 +4,7 @@
 #include <fsdp/optim.h>
 
 #include "module/biases_only.h"
-#include "module/order_fixture.h"
+#include "state/order_fixture.h"
 
 namespace fsdp {
 namespace {

@@ -335,8 +335,9 @@ TEST(MetaDevice, IsRefusedInForwardUntilThereIsMemory) {
     for (int attempt = 0; attempt < 2; ++attempt) {
       EXPECT_TRUE(contains(
           message_of<c10::Error>([&] { net(torch::ones({4, 8})); }),
-          "should be materialized from meta device before training, but these were still on meta "
-          "device: 0.in_proj.weight, 0.in_proj.bias, 0.out_proj.weight, 0.out_proj.bias;"));
+          "should be materialized from meta device before training, but the following were still "
+          "on meta device: ['0.in_proj.weight', '0.in_proj.bias', '0.out_proj.weight', "
+          "'0.out_proj.bias'];"));
     }
     to_empty(net, torch::kCPU);
     init_parameters(net, fill_randomly);
@@ -356,7 +357,7 @@ TEST(MetaDevice, IsRefusedForHalfAGroup) {
     init_parameters(net->in_proj, fill_randomly);
     EXPECT_TRUE(contains(
         message_of<c10::Error>([&] { net(torch::ones({1, 4})); }),
-        "still on meta device: out_proj.weight, out_proj.bias;"));
+        "still on meta device: ['out_proj.weight', 'out_proj.bias'];"));
     to_empty(net, torch::kCPU);
     init_parameters(net, fill_randomly);
     net(torch::ones({1, 4})).sum().backward();

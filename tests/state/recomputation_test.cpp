@@ -1,6 +1,6 @@
 // What a recomputation does to sharded modules in the middle of backward: where it
 // ends, when it fails, and in which order groups are gathered.
-#include "module/order_fixture.h"
+#include "state/order_fixture.h"
 
 namespace fsdp {
 namespace {

@@ -3,7 +3,7 @@
 #include <fsdp/debug.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "module/small_net.h"
+#include "state/small_net.h"
 
 namespace fsdp {
 namespace {

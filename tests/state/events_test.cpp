@@ -1,6 +1,6 @@
 // In which order groups are gathered, freed and reduced: the sequences of FSDP2's
 // own tests, line by line.
-#include "module/order_fixture.h"
+#include "state/order_fixture.h"
 
 namespace fsdp {
 namespace {

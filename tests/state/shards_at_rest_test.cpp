@@ -4,7 +4,7 @@
 #include <fsdp/state_dict.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include "module/small_net.h"
+#include "state/small_net.h"
 
 namespace fsdp {
 namespace {

@@ -6,8 +6,8 @@
 
 #include <fstream>
 
-#include "module/small_net.h"
 #include "state/fsdp_state.h"
+#include "state/small_net.h"
 
 namespace fsdp {
 namespace {

@@ -1,7 +1,7 @@
 // How often groups are gathered and reduced: the numbers of FSDP2's own tests.
 #include <fsdp/debug.h>
 
-#include "module/order_fixture.h"
+#include "state/order_fixture.h"
 
 namespace fsdp {
 namespace {
