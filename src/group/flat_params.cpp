@@ -277,14 +277,14 @@ void FlatParams::check_trainable() const {
   std::vector<std::string> on_meta;
   for (const auto& param : params_) {
     if (param->tensor().is_meta()) {
-      on_meta.push_back(param->name());
+      on_meta.push_back("'" + param->name() + "'");
     }
   }
   TORCH_CHECK(
       on_meta.empty(),
-      "[fully_shard] parameters should be materialized from meta device before training, but "
-      "these were still on meta device: ",
-      join(on_meta), "; give them memory (fsdp::to_empty) and values first");
+      "[fully_shard] FSDP parameters should be materialized from meta device before training, but "
+      "the following were still on meta device: [",
+      join(on_meta), "]; give them memory (to_empty) and values first");
   const auto device = params_.front()->tensor().device();
   TORCH_CHECK_VALUE(
       offload_ || device.type() == compute_device_.type(), "[fully_shard] parameter '",
@@ -304,7 +304,8 @@ void FlatParams::check_on_host() const {
   }
   TORCH_CHECK(
       elsewhere.empty(),
-      "[fully_shard] parameters should be materialized on CPU when enabling CPU offloading, but "
+      "[fully_shard] FSDP parameters should be materialized on CPU when enabling CPU offloading, "
+      "but "
       "these were moved elsewhere: ",
       join(elsewhere), "; do not move the module after fully_shard, or to_empty it on the CPU");
 }
@@ -383,15 +384,13 @@ void FlatParams::wait_for_host_copies() {
 }
 
 void FlatParams::show(Face face) {
-  if (face == shown_) {
-    return;
+  if (face != shown_) {
+    for (const auto& param : params_) {
+      param->show(face);
+    }
+    shown_ = face;
   }
-  const auto held = params_.front()->user().begin();
-  for (const auto& param : params_) {
-    param->show(face);
-  }
-  shown_ = face;
-  shown_to_users_ = face;
+  show_to_users(face);
 }
 
 void FlatParams::show_to_users(Face face) {
@@ -455,9 +454,10 @@ void FlatParams::visit_memory(const MemoryVisitor& visit) const {
   visit(&MemoryStats::gathered, divided_);
   for (const auto& param : params_) {
     visit(&MemoryStats::shards, param->tensor()); // put there by somebody, and not adopted yet
-    visit(&MemoryStats::gradients, param->unsharded_grad());
+    const auto& user = param->user();
+    visit(&MemoryStats::gradients, user.local(param->unsharded_grad()));
     visit(&MemoryStats::gradients, param->partial_grad);
-    visit(&MemoryStats::gradients, param->tensor().grad());
+    visit(&MemoryStats::gradients, user.local(user.tensor().grad()));
   }
   for (const auto& each : payloads_) {
     for (const auto& tensor : each.payload.tensors) {

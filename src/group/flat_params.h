@@ -113,7 +113,7 @@ class FlatParams {
   }
   /// Shows the parameters' shards or the whole parameters.
   void show(Face face);
-  /// Shows them to users alone, see UserParam. Nothing changes for users of the engine's tensors.
+  /// Shows them to users, see UserParam. The engine's tensors stay as they are.
   void show_to_users(Face face);
   Face shown() const {
     return shown_;

@@ -93,7 +93,7 @@ void GradReducer::accumulate() {
 
 void GradReducer::drop_grads() {
   for (const auto& param : flat_.params()) {
-    param->take_unsharded_grad();
+    param->drop_unsharded_grad();
     param->partial_grad = at::Tensor();
   }
 }

@@ -132,7 +132,7 @@ std::vector<Candidate> unmanaged_params(
           !other, "[fully_shard] parameter '", name, "' of ", detail::type_name(*module),
           " is shared with '", other ? other->name() : "",
           "', which is already managed by another FSDP group. For shared parameters, put both "
-          "modules in one group: fully_shard({module_a, module_b})");
+          "modules in one call of fully_shard");
       result.push_back({name, param});
     }
   }

@@ -27,14 +27,19 @@ TensorTable<FSDPParam*> sharded_params;
 /// instead of `.grad`.
 class UnshardedAccumulator : public autograd::Node {
  public:
+  /// `leaf` is what modules use: the parameter, or the user's own leaf. `like` looks like it.
   UnshardedAccumulator(
-      at::Tensor param, const at::Tensor& unsharded, const std::shared_ptr<FSDPParam::Slot>& slot)
+      at::Tensor param,
+      at::Tensor leaf,
+      const at::Tensor& like,
+      const std::shared_ptr<FSDPParam::Slot>& slot)
       : Node(/*sequence_nr=*/UINT64_MAX), // runs as soon as it is ready, like torch's
         param_(std::move(param)),
-        unsharded_(unsharded),
+        leaf_(std::move(leaf)),
+        like_(like),
         name_(slot->name),
         slot_(slot) {
-    add_input_metadata(unsharded);
+    add_input_metadata(like);
   }
 
   autograd::variable_list apply(autograd::variable_list&& grads) override {
@@ -53,7 +58,7 @@ class UnshardedAccumulator : public autograd::Node {
       grad = slot->sum_grad(grad.to(*slot->reduce_dtype));
     }
     autograd::AccumulateGrad::accumulateGrad(
-        unsharded_, slot->grad, grad, /*num_expected_refs=*/1,
+        like_, slot->grad, grad, /*num_expected_refs=*/1,
         [&](at::Tensor&& sum) { slot->grad = std::move(sum); });
     if (slot->on_grad) {
       slot->on_grad();
@@ -61,10 +66,9 @@ class UnshardedAccumulator : public autograd::Node {
     return {};
   }
 
-  // Returns the hooks that the user registered on the parameter, so that autograd runs them here
-  // too.
+  // Returns the hooks that the user registered on the leaf, so that autograd runs them here too.
   std::vector<std::unique_ptr<autograd::FunctionPreHook>>& tensor_pre_hooks() noexcept override {
-    return autograd::impl::hooks(param_);
+    return autograd::impl::hooks(leaf_);
   }
   std::string name() const override {
     return "FsdpAccumulateGrad";
@@ -75,7 +79,8 @@ class UnshardedAccumulator : public autograd::Node {
 
  private:
   const at::Tensor param_;
-  const at::Tensor unsharded_;
+  const at::Tensor leaf_;
+  const at::Tensor like_;
   const std::string name_; // for a message after the slot is gone
   const std::weak_ptr<FSDPParam::Slot> slot_;
 };
@@ -137,6 +142,7 @@ FSDPParam::~FSDPParam() {
     // memory, and so the tensor itself: a cycle.
     autograd::impl::set_grad_accumulator(param_, sharded_accumulator_);
   }
+  forget_leaf(); // for the same reason
   sharded_params.remove(param_);
 }
 
@@ -228,7 +234,7 @@ void FSDPParam::show(Face face) {
     impl->set_version_counter(unsharded_version_);
     if (!unsharded_accumulator_ ||
         is_of_another_stream(unsharded_accumulator_, unsharded_.device())) {
-      unsharded_accumulator_ = make_node<UnshardedAccumulator>(param_, unsharded_, slot_);
+      unsharded_accumulator_ = make_node<UnshardedAccumulator>(param_, param_, unsharded_, slot_);
     }
     // Also set for a frozen parameter, which may be unfrozen later.
     autograd::impl::set_grad_accumulator(param_, weak_node(unsharded_accumulator_));
@@ -246,13 +252,40 @@ void FSDPParam::show(Face face) {
     autograd::impl::set_grad_accumulator(param_, sharded_accumulator_);
   }
   face_ = face;
+}
+
+void FSDPParam::show_to_user(Face face) {
+  if (face == Face::Unsharded) {
+    if (const auto leaf = user_->leaf(unsharded_); leaf.defined()) {
+      accumulate_grads_of(leaf);
+    }
+  }
   user_->shown(face);
+}
+
+void FSDPParam::accumulate_grads_of(const at::Tensor& leaf) {
+  if (leaf.is_same(leaf_) && !is_of_another_stream(leaf_accumulator_, leaf.device())) {
+    return;
+  }
+  forget_leaf();
+  leaf_ = leaf;
+  leaf_accumulator_ = make_node<UnshardedAccumulator>(param_, leaf, leaf, slot_);
+  autograd::impl::set_grad_accumulator(leaf, weak_node(leaf_accumulator_));
+}
+
+void FSDPParam::forget_leaf() {
+  if (leaf_.defined()) {
+    autograd::impl::set_grad_accumulator(leaf_, weak_node(NodePtr()));
+    leaf_.reset();
+    leaf_accumulator_ = NodePtr();
+  }
 }
 
 // ------------------------------------------------------------ Gradients
 
 at::Tensor FSDPParam::take_unsharded_grad() {
-  return std::exchange(slot_->grad, at::Tensor());
+  auto grad = std::exchange(slot_->grad, at::Tensor());
+  return grad.defined() ? user_->grad_of_whole(grad) : grad;
 }
 
 void FSDPParam::accumulate_in(at::ScalarType dtype) {

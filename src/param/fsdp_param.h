@@ -98,11 +98,10 @@ class FSDPParam {
   Face face() const {
     return face_;
   }
+  /// Shows it in the engine's tensor.
   void show(Face face);
-  /// Shows it to the user alone.
-  void show_to_user(Face face) {
-    user_->shown(face);
-  }
+  /// Shows it to the user, see UserParam.
+  void show_to_user(Face face);
   /// Returns true if somebody replaced the tensor's content.
   bool was_replaced() const;
   /// Takes over what the user holds in the place of the shard. The tensor must show its sharded
@@ -130,6 +129,9 @@ class FSDPParam {
     return slot_->grad;
   }
   at::Tensor take_unsharded_grad();
+  void drop_unsharded_grad() {
+    slot_->grad.reset();
+  }
   /// Casts the unsharded gradient, so that further gradients are added in `dtype`.
   void accumulate_in(at::ScalarType dtype);
   /// `on_grad` is called whenever backward adds to the unsharded gradient.
@@ -173,6 +175,8 @@ class FSDPParam {
   };
 
   bool holds(const at::Tensor& shown) const;
+  void accumulate_grads_of(const at::Tensor& leaf);
+  void forget_leaf();
 
   const at::Tensor param_;
   std::shared_ptr<UserParam> user_;
@@ -188,6 +192,8 @@ class FSDPParam {
   uint32_t seen_unsharded_version_;
   WeakNodePtr sharded_accumulator_; // torch's own, kept while the unsharded face is shown
   NodePtr unsharded_accumulator_;
+  at::Tensor leaf_; // the user's, see UserParam
+  NodePtr leaf_accumulator_;
   std::shared_ptr<Slot> slot_;
 };
 

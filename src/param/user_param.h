@@ -29,6 +29,20 @@ class UserParam {
   }
   /// The engine's tensor shows this face now.
   virtual void shown(Face /*face*/) {}
+  /// Returns the leaf that modules use in the place of the engine's tensor while that is whole, if
+  /// there is such a leaf. `whole` has its memory. The next shard that is attached has another one.
+  virtual at::Tensor leaf(const at::Tensor& /*whole*/) {
+    return {};
+  }
+  /// Returns the gradient of the engine's tensor that a gradient of the leaf amounts to. Ranks of
+  /// tensor parallelism may communicate for it.
+  virtual at::Tensor grad_of_whole(const at::Tensor& grad) const {
+    return grad;
+  }
+  /// Returns what this rank has of a gradient in its memory.
+  virtual at::Tensor local(const at::Tensor& grad) const {
+    return grad;
+  }
   /// The shard has new memory. Its version counter is the one that the engine looks at.
   virtual void attached(const at::Tensor& /*shard*/) {}
   /// Returns what the user has put in the place of the shard that was attached, or an undefined

@@ -156,6 +156,10 @@ void FSDPState::compare_calls_of(const StateContext& context, const CommContext&
   compare_calls(context.process_groups, context.device);
 }
 
+void FSDPState::finish_backward() {
+  finish_backward(*context_, *comm_);
+}
+
 void FSDPState::finish_backward(StateContext& context, CommContext& comm) {
   const Range range("root_post_backward_callback");
   std::vector<std::shared_ptr<FSDPState>> states;

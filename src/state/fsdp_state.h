@@ -92,6 +92,9 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   void reshard();
   /// Forgets an iteration that did not end: nothing is pending, all is sharded.
   void reset();
+  /// Reduces the gradients that backwards without synchronization have left in this tree, and ends
+  /// their iteration. For schedules that keep backward from doing it.
+  void finish_backward();
   void set_is_last_backward(bool is_last) {
     context_->is_last_backward = is_last;
   }

@@ -119,7 +119,7 @@ void FSDPState::check_shared_params(const Subtree& below) {
     TORCH_CHECK_VALUE(
         inside, "[fully_shard] parameter '", name, "' is shared with '", found->first->name(),
         "', which is already managed by another FSDP group. For shared parameters, put both "
-        "modules in one group: fully_shard({module_a, module_b})");
+        "modules in one call of fully_shard");
   }
 }
 
