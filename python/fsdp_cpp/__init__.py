@@ -27,6 +27,7 @@ from ._module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from ._patch import patch_torch
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import fully_shard  # the same signature, with its overloads
@@ -47,6 +48,7 @@ __all__ = [
     "ReplicateModule",
     "UnshardHandle",
     "fully_shard",
+    "patch_torch",
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor import Shard
 from . import _C, _managed, _mesh
 from ._mesh import ParamMesh
 from ._module import FSDPModule, ReplicateModule, swap_classes
-from ._state import State, is_managed, state_of
+from ._state import State, is_managed, is_managed_site, state_of
 
 
 def _is_of(api: str, module: nn.Module) -> bool:
@@ -43,8 +44,10 @@ def _placement(
     if result is None:
         return 0, mesh
     if hasattr(result, "mesh_info"):  # a ShardPlacementResult
-        own = result.mesh_info.mesh
-        mesh = mesh if own is mesh.mesh else ParamMesh(own)
+        own = result.mesh_info
+        if own.mesh is not mesh.mesh:
+            dims = getattr(own, "dp_mesh_dims", None)
+            mesh = ParamMesh(own.mesh) if dims is None else ParamMesh.of(own.spmd_mesh, dims)
         result = result.placement
     if not isinstance(result, Shard):
         raise ValueError(f"Invalid shard_placement_fn result: expects Shard or None but got {result}")
@@ -58,47 +61,49 @@ def _shard(
     api: Callable,
     module: nn.Module | list[nn.Module],
     mesh: ParamMesh,
-    *,
-    front: type[FSDPModule],
-    prefix: str,
-    other_api: str,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     ignored_params: set[nn.Parameter] | None,
     reshard_after_forward: bool | int | None = False,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
 ) -> nn.Module | list[nn.Module]:
-    """The end of `api`: fully_shard or replicate. `front` is the class that modules get."""
+    """The end of `api`: fully_shard or replicate."""
+    front, other_api = (ReplicateModule, "fully_shard") if api is replicate else (FSDPModule, "replicate")
     roots = _managed.roots_of(module)
     ignored = ignored_params or set()
     managed = _managed.managed_modules(
         roots, ignored, lambda each: state_of(each) is not None or _is_of(other_api, each)
     )
     sites = _managed.managed_params(managed, ignored)
+    for owner, name in itertools.chain.from_iterable(sites.values()):
+        if is_managed_site(owner, name):
+            raise ValueError(
+                f"parameter '{name}' of {type(owner).__name__} is sharded already: call {api.__name__} on the inner "
+                "modules before the outer ones"
+            )
     shared = {param: sites.pop(param) for param in list(sites) if is_managed(param)}
-    dims: dict[nn.Parameter, int] = {}
-    groups: dict[tuple, tuple[ParamMesh, list[nn.Parameter], int]] = {}
+    groups: dict[tuple, tuple[ParamMesh, list[tuple[nn.Parameter, int]], int]] = {}
     for param in sites:
-        dims[param], own_mesh = _placement(param, shard_placement_fn, mesh)
+        dim, own_mesh = _placement(param, shard_placement_fn, mesh)
         ranks = 0 if mesh.replicated else _mesh.ranks_after_forward(reshard_after_forward, own_mesh.shard_size)
-        groups.setdefault(own_mesh.groups(), (own_mesh, [], ranks))[1].append(param)
-    device = _mesh.device_of(mesh.mesh)
+        groups.setdefault(own_mesh.groups(), (own_mesh, [], ranks))[1].append((param, dim))
+    device = _mesh.device_of(mesh.mesh.device_type)
     offloads = isinstance(offload_policy, CPUOffloadPolicy)
-    _managed.move_to(device, () if offloads else sites, managed)
-    if offloads:
-        _managed.move_to(torch.device("cpu"), sites, ())
+    home = torch.device("cpu") if offloads else device  # of the shards
+    _managed.move_to(home, sites, ())
+    _managed.move_to(device, (), managed)
     state = api.state(roots[0])
     state.init(
         roots,
         device,
+        home,
         list(groups.values()),
-        dims,
         sites,
         shared,
         _policy(mp_policy, offload_policy),
         auto_reshard=reshard_after_forward is None,
     )
-    swap_classes(roots, front, prefix)
+    swap_classes(roots, front)
     return module
 
 
@@ -120,23 +125,19 @@ def fully_shard(
     the layers first and on the root last.
     """
     _managed.check_module(module, "fully_shard")
-    _mesh.check_no_dims(dp_mesh_dims)
-    mesh = mesh if mesh is not None else _mesh.default_mesh()
-    _mesh.check_mesh(mesh)
-    over = ParamMesh(mesh)
+    over = ParamMesh.of(mesh if mesh is not None else _mesh.default_mesh(), dp_mesh_dims)
+    if dp_mesh_dims is not None and not isinstance(reshard_after_forward, bool | None):
+        raise NotImplementedError("reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)")
     _mesh.ranks_after_forward(reshard_after_forward, over.shard_size)  # also without parameters
     return _shard(
         fully_shard,
         module,
         over,
-        front=FSDPModule,
-        prefix="FSDP",
-        other_api="replicate",
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn,
+        mp_policy,
+        offload_policy,
+        ignored_params,
+        reshard_after_forward,
+        shard_placement_fn,
     )
 
 
@@ -157,18 +158,12 @@ def replicate(
     if isinstance(module, nn.Module) and _is_of("fully_shard", module):
         raise RuntimeError("Cannot apply `replicate()` on a Module already managed by `fully_shard`")
     _managed.check_module(module, "replicate")
-    _mesh.check_no_dims(dp_mesh_dims)
     mesh = mesh if mesh is not None else _mesh.default_mesh(("replicate",))
-    if mesh.ndim != 1:
+    if dp_mesh_dims is None and mesh.ndim != 1:
         raise ValueError(f"replicate expects a 1D DeviceMesh but got {mesh}")
-    return _shard(
-        replicate,
-        module,
-        ParamMesh(mesh, replicated=True),
-        front=ReplicateModule,
-        prefix="Replicate",
-        other_api="fully_shard",
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-    )
+    over = ParamMesh.of(mesh, dp_mesh_dims) if dp_mesh_dims is not None else ParamMesh(mesh, replicated=True)
+    if not over.replicated:
+        raise ValueError(
+            "replicate() with dp_mesh_dims requires replicate-only dims (no shard dims). Use fully_shard() for sharding."
+        )
+    return _shard(replicate, module, over, mp_policy, offload_policy, ignored_params)

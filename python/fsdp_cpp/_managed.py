@@ -63,16 +63,16 @@ def managed_params(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> 
                     "fully_shard doesn't support scalar parameters. "
                     f"Change {name} to a 1D tensor with numel equal to 1."
                 )
-            if isinstance(param, DTensor):
+            if not param.is_contiguous():
                 raise NotImplementedError(
-                    f"fsdp_cpp does not shard parameter '{name}' of {type(module).__name__}, which is a "
-                    "DTensor already. If a module above it was sharded first, shard the inner modules before. "
-                    "For tensor parallelism take fully_shard from torch.distributed.fsdp"
+                    f"FSDP does not support non-contiguous parameters yet: {param.shape=} {param.stride()=} "
+                    f"(parameter '{name}' of {type(module).__name__})"
                 )
-            if is_traceable_wrapper_subclass(param):
+            piece = param._local_tensor if isinstance(param, DTensor) else param
+            if is_traceable_wrapper_subclass(piece):
                 raise NotImplementedError(
                     f"fsdp_cpp does not shard parameter '{name}' of {type(module).__name__}, which is a "
-                    f"{type(param).__name__}; take fully_shard from torch.distributed.fsdp"
+                    f"{type(piece).__name__}; take fully_shard from torch.distributed.fsdp"
                 )
             params.setdefault(param, []).append((module, name))
     return params
@@ -83,5 +83,6 @@ def move_to(device: torch.device, params: Iterable[nn.Parameter], modules: Itera
     buffers = itertools.chain.from_iterable(module.buffers(recurse=False) for module in modules)
     with torch.no_grad():
         for tensor in itertools.chain(params, buffers):
-            if tensor.device != device and tensor.device.type != "meta":
+            is_there = tensor.device == device or tensor.device.type == "meta"
+            if not is_there and not isinstance(tensor, DTensor):  # which is on its own mesh
                 tensor.data = tensor.to(device)

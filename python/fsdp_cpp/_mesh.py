@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._logging import warning_once
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from . import _C
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims  # since torch 2.12
 
 _logger = logging.getLogger("torch.distributed.fsdp.fully_shard")  # as torch does
 
@@ -23,30 +23,51 @@ def default_mesh(names: tuple[str, ...] | None = None) -> DeviceMesh:
     """All ranks on one axis, on the accelerator if there is one."""
     if not dist.is_initialized():
         dist.init_process_group()
+    return init_device_mesh(default_device_type(), (dist.get_world_size(),), mesh_dim_names=names)
+
+
+def default_device_type() -> str:
     accelerator = torch.accelerator.current_accelerator()
-    device_type = accelerator.type if accelerator is not None else "cpu"
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=names)
+    return accelerator.type if accelerator is not None else "cpu"
 
 
-def device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
+def device_of(device_type: str) -> torch.device:
+    """The device of that type which this rank uses."""
+    if device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def check_no_dims(dp_mesh_dims: Any) -> None:
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(
-            "fsdp_cpp does not take dp_mesh_dims yet: give it the mesh of data parallelism itself "
-            '(mesh["dp"]), or take fully_shard from torch.distributed.fsdp'
-        )
-
-
-def check_mesh(mesh: DeviceMesh) -> None:
+def _check_mesh(mesh: DeviceMesh) -> None:
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
+
+
+def _checked_names(mesh: DeviceMesh, wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of the axes of a mesh, which has the wanted ones."""
+    if mesh.mesh_dim_names is None:
+        raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+    for name in wanted:
+        if name not in mesh.mesh_dim_names:
+            raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
+    return mesh.mesh_dim_names
+
+
+def _axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The named axes of a mesh as one."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeMesh:
+    """A mesh on which parameters are before fully_shard, and that has the axes of data parallelism, too."""
+
+    mesh: DeviceMesh
+    names: tuple[str, ...]  # of all axes
+    shards: tuple[str, ...]
+    data_axes: frozenset[int]  # of shards and replicas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +76,20 @@ class ParamMesh:
 
     mesh: DeviceMesh
     replicated: bool = False
+    whole: WholeMesh | None = None  # with dp_mesh_dims
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> ParamMesh:
+        """What the arguments `mesh` and `dp_mesh_dims` of fully_shard mean."""
+        if dims is None:
+            _check_mesh(mesh)
+            return cls(mesh)
+        names = _checked_names(mesh, dims.shard_names + dims.replicate_names)
+        data_axes = frozenset(names.index(name) for name in dims.shard_names + dims.replicate_names)
+        axes = [_axis(mesh, names) for names in (dims.replicate_names, dims.shard_names) if names]
+        over = axes[0] if len(axes) == 1 else DeviceMesh._concatenate(axes)
+        whole = WholeMesh(mesh, names, dims.shard_names, data_axes)
+        return cls(over, replicated=not dims.shard_names, whole=whole)
 
     @property
     def shard_size(self) -> int:
@@ -74,15 +109,10 @@ class ParamMesh:
             self.replicated,
         )
 
-    def dtensor(self, whole: nn.Parameter, meta: TensorMeta, dim: int, shard: torch.Tensor) -> nn.Parameter:
-        """The parameter that a user sees at rest."""
-        if self.replicated:
-            placements: tuple[Any, ...] = (Replicate(),)
-        else:
-            placements = (*[Replicate()] * (self.mesh.ndim - 1), Shard(dim))
-        spec = DTensorSpec(self.mesh, placements, tensor_meta=meta)
-        dtensor = DTensor(shard, spec, requires_grad=False)
-        return nn.Parameter(dtensor, requires_grad=whole.requires_grad)
+    @property
+    def data_axes(self) -> frozenset[int]:
+        """The axes of data parallelism in the mesh that the parameters have before fully_shard."""
+        return self.whole.data_axes if self.whole is not None else frozenset()
 
 
 def ranks_after_forward(reshard_after_forward: bool | int | None, size: int) -> int:

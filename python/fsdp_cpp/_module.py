@@ -153,7 +153,10 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Takes the buffers of collectives from the process group, if it has an allocator."""
-        self._engine().set_allocate_memory_from_process_group_for_comm(enable)
+        try:
+            self._engine().set_allocate_memory_from_process_group_for_comm(enable)
+        except ValueError as error:  # a collective is custom
+            raise AssertionError(str(error)) from error
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         raise NotImplementedError(
@@ -194,13 +197,14 @@ def _refuse_deepcopy(*_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 @functools.cache
-def _sharded_class(cls: type, front: type, prefix: str) -> type:
+def _sharded_class(cls: type, front: type) -> type:
+    prefix = front.__name__.removesuffix("Module")
     return type(f"{prefix}{cls.__name__}", (front, cls), {"__deepcopy__": _refuse_deepcopy})
 
 
-def swap_classes(modules: Iterable[nn.Module], front: type, prefix: str) -> None:
+def swap_classes(modules: Iterable[nn.Module], front: type) -> None:
     for module in modules:
-        module.__class__ = _sharded_class(type(module), front, prefix)
+        module.__class__ = _sharded_class(type(module), front)
 
 
 def _engines_of(modules: Iterable[Any]) -> list[_C.State]:

@@ -10,22 +10,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable_state import _get_module_state, _insert_module_state, _State
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _C, _trees
 from ._mesh import ParamMesh
+from ._placements import spec_at_rest
+from ._tensor_parallel import piece_of, pieces_of
 
 _C.set_dtensor_class(DTensor, getattr(DTensor, "__new__"))
 _C.set_tree_functions(_trees.children, _trees.rebuild)
 
 
-# The parameters that a state manages. A module that another call manages may still have one of them.
+# The parameters that states manage, as users gave them, and the engine's tensor if that is another one. A
+# module that another call manages may still have one of them.
 _managed = WeakIdKeyDictionary()
+# The names of the parameters of a module that are managed. (A weak reference to the parameter itself would keep
+# Module.to from swapping it.)
+_managed_sites: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 def is_managed(param: nn.Parameter) -> bool:
     return param in _managed
+
+
+def is_managed_site(module: nn.Module, name: str) -> bool:
+    return name in _managed_sites.get(module, ())
 
 
 def _holder(module: nn.Module) -> Any:
@@ -43,8 +52,8 @@ class State(_State):
         self,
         modules: tuple[nn.Module, ...],
         device: torch.device,
-        groups: list[tuple[ParamMesh, list[nn.Parameter], int]],
-        dims: dict[nn.Parameter, int],
+        home: torch.device,
+        groups: list[tuple[ParamMesh, list[tuple[nn.Parameter, int]], int]],
         sites: dict[nn.Parameter, list],
         shared: dict[nn.Parameter, list],
         policy: _C.PolicySpec,
@@ -54,14 +63,20 @@ class State(_State):
         self._modules = [weakref.ref(module) for module in modules]
         # The engine's tensor of every site. Those in `shared` belong to another state: the first
         # forward of a root finds them, and throws.
+        pieces = {param: piece_of(param, home) for param in sites}
+        pieces |= {param: param if _managed[param] is None else _managed[param] for param in shared}
         self._sites = {
-            (id(module), name): param
+            (id(module), name): pieces[param]
             for param, where in (*sites.items(), *shared.items())
             for module, name in where
         }
-        metas = {param: TensorMeta(param.size(), param.stride(), param.dtype) for param in sites}
+        at_rest = {
+            param: spec_at_rest(sites[param][0][1], param, dim, mesh)
+            for mesh, params, _ in groups
+            for param, dim in params
+        }
         specs = [
-            _C.GroupSpec(mesh.spec(), [(sites[p][0][1], p, dims[p]) for p in params], ranks)
+            _C.GroupSpec(mesh.spec(), [(sites[param][0][1], pieces[param], dim) for param, dim in params], ranks)
             for mesh, params, ranks in groups
         ]
         name = ", ".join(type(module).__name__ for module in modules)
@@ -69,11 +84,15 @@ class State(_State):
         look = _looker(weakref.ref(self))
         self.engine = _C.State(name, list(modules), device.type, world, specs, policy, auto_reshard, look)
         for i, (mesh, params, _) in enumerate(groups):
-            for k, param in enumerate(params):
-                dtensor = mesh.dtensor(param, metas[param], dims[param], self.engine.shard(i, k))
+            for k, (param, _) in enumerate(params):
+                dtensor = DTensor(self.engine.shard(i, k), at_rest[param], requires_grad=False)
+                dtensor = nn.Parameter(dtensor, requires_grad=param.requires_grad)
                 where = [(_holder(module), site) for module, site in sites[param]]
-                self.engine.bind(i, k, param, dtensor, where)
-                _managed[param] = True
+                for module, site in sites[param]:
+                    module._parameters[site] = dtensor  # what the engine does not know, it takes for a replacement
+                    _managed_sites.setdefault(module, set()).add(site)
+                self.engine.bind(i, k, pieces[param], pieces_of(param, mesh.data_axes), dtensor, where)
+                _managed[param] = pieces[param] if pieces[param] is not param else None
         for module in modules:
             _insert_module_state(module, self)
         self._register_hooks(modules, {module for all_sites in sites.values() for module, _ in all_sites})
@@ -92,6 +111,29 @@ class State(_State):
         for module in owners:
             module.register_state_dict_pre_hook(show_shards)
             module._register_load_state_dict_pre_hook(show_shards)
+
+    # ---- What torch.distributed.pipelining uses of a root's state to reduce gradients after all microbatches
+
+    @property
+    def _state_ctx(self) -> State:
+        return self
+
+    @property
+    def all_states(self) -> list[State]:
+        return [self]
+
+    @property
+    def _fsdp_param_groups(self) -> list:
+        return []  # the engine reduces the gradients of all groups in the callback
+
+    @property
+    def _fsdp_param_group(self) -> None:
+        return None  # the same, in torch 2.11
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.engine.finish_backward()
+
+    # ---- What the engine asks
 
     def look(self, with_tensors: bool) -> tuple[list, list]:
         """The sharded modules at and below this state's, and the parameters."""

@@ -7,6 +7,7 @@
 #include "custom_comm.h"
 #include "dtensor_param.h"
 #include "module_state.h"
+#include "observe.h"
 #include "process_groups.h"
 
 namespace fsdp::python {
@@ -98,6 +99,7 @@ void bind_state(py::module_& m) {
           "forward_failed", [](ModuleState& state, py::handle module,
                                bool stopped) { state.forward_failed(module.ptr(), stopped); })
       .def("reset", &ModuleState::reset)
+      .def("finish_backward", [](const ModuleState& state) { state.engine()->finish_backward(); })
       .def("unshard", [](const ModuleState& state) { state.engine()->unshard(); })
       .def("wait_for_unshard", [](const ModuleState& state) { state.engine()->wait_for_unshard(); })
       .def("reshard", [](const ModuleState& state) { state.engine()->reshard(); })
@@ -167,4 +169,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_tree_functions", &set_tree_functions);
   bind_specs(m);
   bind_state(m);
+  bind_observers(m);
 }

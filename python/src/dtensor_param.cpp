@@ -87,9 +87,14 @@ PyObject* Site::get() const {
 }
 
 DTensorParam::DTensorParam(
-    std::string name, py::object whole, py::object dtensor, std::vector<Site> sites)
+    std::string name,
+    py::object whole,
+    py::object pieces,
+    py::object dtensor,
+    std::vector<Site> sites)
     : name_(std::move(name)),
       whole_(std::move(whole)),
+      pieces_(pieces.is_none() ? std::nullopt : std::optional<Reference>(std::move(pieces))),
       dtensor_(std::move(dtensor)),
       sites_(std::move(sites)) {}
 
@@ -115,14 +120,50 @@ void DTensorParam::add_grad(const at::Tensor& grad) {
   local_of(object.ptr()).add_(grad);
 }
 
-void DTensorParam::shown(detail::Face face) {
+at::Tensor DTensorParam::leaf(const at::Tensor& whole) {
+  if (!pieces_) {
+    return {};
+  }
   const Locked locked;
-  put(face == detail::Face::Unsharded ? whole_ : dtensor_);
+  if (!leaf_) {
+    leaf_.emplace(pieces_->handle().attr("leaf")(whole));
+  }
+  auto leaf = THPVariable_Unpack(leaf_->ptr());
+  if (leaf.requires_grad() != tensor().requires_grad()) {
+    leaf.set_requires_grad(!leaf.requires_grad());
+  }
+  return leaf;
 }
 
-void DTensorParam::put(const Reference& object) const {
+at::Tensor DTensorParam::grad_of_whole(const at::Tensor& grad) const {
+  if (!pieces_) {
+    return grad;
+  }
+  const Locked locked;
+  return pieces_->handle().attr("grad")(grad).cast<at::Tensor>();
+}
+
+at::Tensor DTensorParam::local(const at::Tensor& grad) const {
+  if (!grad.defined()) {
+    return grad;
+  }
+  const Locked locked;
+  const auto object = wrapped(grad);
+  return is_dtensor(object.ptr()) ? local_of(object.ptr()) : grad;
+}
+
+void DTensorParam::shown(detail::Face face) {
+  const Locked locked;
+  if (face == detail::Face::Sharded) {
+    put(dtensor_.ptr());
+  } else {
+    put(leaf_ ? leaf_->ptr() : whole_.ptr());
+  }
+}
+
+void DTensorParam::put(PyObject* object) const {
   for (const auto& site : sites_) {
-    site.set(object.ptr());
+    site.set(object);
   }
 }
 
@@ -137,7 +178,8 @@ void DTensorParam::attached(const at::Tensor& shard) {
   if (now && now != whole_.ptr() && now != dtensor_.ptr()) {
     dtensor_ = Reference(py::reinterpret_borrow<py::object>(now));
   }
-  put(dtensor_);
+  put(dtensor_.ptr());
+  leaf_.reset(); // of other memory
   local_ = with_own_storage(shard);
   if (PyObject_SetAttr(dtensor_.ptr(), known_class()->local.ptr(), wrapped(local_).ptr()) != 0) {
     throw_python_error();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,8 +12,10 @@ namespace fsdp::python {
 // Note [Two objects for a parameter]
 //
 // A Python user holds a DTensor at rest, and sees a plain nn.Parameter inside forward. The plain
-// one is the engine's tensor, the user's own from before fully_shard. The DTensor's local tensor
-// has the memory of the engine's shard. To show a face is to put one or the other into the
+// one is the engine's tensor, the user's own from before fully_shard. (If that was a DTensor, of
+// tensor parallelism, the engine's tensor is this rank's piece of it, and inside forward the user
+// sees a DTensor again, a leaf around the piece: see _tensor_parallel.py.) The DTensor's local
+// tensor has the memory of the engine's shard. To show a face is to put one or the other into the
 // `_parameters` of every module that has the parameter: a shared one is shown at all its sites.
 //
 // - The DTensor and the shard have one version counter, because operators of DTensors move only the
@@ -35,21 +38,33 @@ struct Site {
 
 class DTensorParam : public detail::UserParam {
  public:
-  DTensorParam(std::string name, py::object whole, py::object dtensor, std::vector<Site> sites);
+  /// `pieces` makes the leaf around the engine's tensor `whole`, and divides its gradients. None:
+  /// modules see `whole` itself.
+  DTensorParam(
+      std::string name,
+      py::object whole,
+      py::object pieces,
+      py::object dtensor,
+      std::vector<Site> sites);
 
   const at::Tensor& tensor() const override;
   void add_grad(const at::Tensor& grad) override;
   std::shared_ptr<void> begin() const override;
   void shown(detail::Face face) override;
+  at::Tensor leaf(const at::Tensor& whole) override;
+  at::Tensor grad_of_whole(const at::Tensor& grad) const override;
+  at::Tensor local(const at::Tensor& grad) const override;
   void attached(const at::Tensor& shard) override;
   at::Tensor replacement() const override;
 
  private:
   PyObject* registered() const;
-  void put(const Reference& object) const;
+  void put(PyObject* object) const;
 
   const std::string name_;
   const Reference whole_;
+  const std::optional<Reference> pieces_;
+  std::optional<Reference> leaf_;
   Reference dtensor_;
   at::TensorImpl* impl_ = nullptr; // of the DTensor, when the shard was attached
   at::Tensor local_;               // inside of the DTensor, since then

@@ -106,7 +106,12 @@ at::Tensor ModuleState::shard(size_t group, size_t index) const {
 }
 
 void ModuleState::bind(
-    size_t group, size_t index, py::object whole, py::object dtensor, const py::list& sites) {
+    size_t group,
+    size_t index,
+    py::object whole,
+    py::object pieces,
+    py::object dtensor,
+    const py::list& sites) {
   std::vector<Site> all;
   for (const auto item : sites) {
     const auto pair = item.cast<py::tuple>();
@@ -114,7 +119,7 @@ void ModuleState::bind(
   }
   auto& bound = param(group, index);
   bound.set_user(std::make_shared<DTensorParam>(
-      bound.name(), std::move(whole), std::move(dtensor), std::move(all)));
+      bound.name(), std::move(whole), std::move(pieces), std::move(dtensor), std::move(all)));
 }
 
 py::object ModuleState::pre_forward(PyObject* module, PyObject* args, PyObject* kwargs) {

@@ -68,7 +68,12 @@ class ModuleState {
   /// Gives the parameter the two objects that its user sees. `sites` has pairs of a `_parameters`
   /// and a name.
   void bind(
-      size_t group, size_t param, py::object whole, py::object dtensor, const py::list& sites);
+      size_t group,
+      size_t param,
+      py::object whole,
+      py::object pieces,
+      py::object dtensor,
+      const py::list& sites);
   at::Tensor shard(size_t group, size_t param) const;
 
   /// Runs before the forward of a module. Returns the arguments, or None if they are the same.

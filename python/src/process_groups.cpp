@@ -119,6 +119,7 @@ class PythonBackend : public GivenBackend {
 
   WorkPtr _allgather_base(
       at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& /*options*/) override {
+    const Locked locked;
     return call({"all_gather_single", "all_gather_into_tensor"}, out, in);
   }
   WorkPtr _reduce_scatter_base(
@@ -140,10 +141,10 @@ class PythonBackend : public GivenBackend {
   }
 
  private:
-  /// `names` are those of the function, the newest first: torch 2.13 has renamed some.
+  /// `names` are those of the function, the newest first: torch 2.13 has renamed some. Needs
+  /// Python's lock.
   template <class... Args>
   WorkPtr call(std::initializer_list<const char*> names, Args&&... args) const {
-    const Locked locked;
     const auto module = py::module_::import("torch.distributed");
     const auto* name = std::find_if(
         names.begin(), names.end(), [&](const char* each) { return py::hasattr(module, each); });

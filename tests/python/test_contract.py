@@ -4,7 +4,9 @@ import contextlib
 import copy
 import gc
 import inspect
+import sys
 import tempfile
+import types
 import weakref
 
 import pytest
@@ -137,11 +139,11 @@ def test_errors(ranks, engine):
 
 def own_errors():
     mesh = mesh_of()
-    tensor_parallel = nn.Linear(4, 4)
-    tensor_parallel.weight = nn.Parameter(DTensor.from_local(tensor_parallel.weight.detach(), mesh, [Replicate()]))
-    with pytest.raises(NotImplementedError, match="'weight' of Linear, which is a DTensor already"):
-        fsdp_cpp.fully_shard(tensor_parallel, mesh=mesh)
-    assert type(tensor_parallel) is nn.Linear
+    outer = nn.Sequential(nn.Linear(4, 4))
+    fsdp_cpp.fully_shard(outer, mesh=mesh)
+    with pytest.raises(ValueError, match="'weight' of Linear is sharded already: .* inner modules before"):
+        fsdp_cpp.fully_shard(outer[0], mesh=mesh)
+    assert type(outer[0]) is nn.Linear
     model = sharded_mlps(fsdp_cpp)
     whole_weight = []
     handle = model[0].up.register_forward_pre_hook(lambda module, _: whole_weight.append(module.weight))
@@ -334,3 +336,24 @@ def one_rank_drops_a_model():
 
 def test_ranks_that_drop_a_model_at_other_times(ranks):
     ranks(2).run(one_rank_drops_a_model)
+
+
+def patched():
+    user = types.ModuleType("a_user_of_torch")
+    user.fully_shard, user.shard_it = torch.distributed.fsdp.fully_shard, torch.distributed.fsdp.fully_shard
+    theirs = user.fully_shard
+    sys.modules[user.__name__] = user
+    try:
+        first, second = fsdp_cpp.patch_torch(), fsdp_cpp.patch_torch()
+        assert user.fully_shard is user.shard_it is torch.distributed.fsdp.fully_shard is fsdp_cpp.fully_shard
+        assert isinstance(user.fully_shard(Mlp(), mesh=mesh_of()), fsdp_cpp.FSDPModule)
+        first()
+        second()
+        assert user.fully_shard is user.shard_it is torch.distributed.fsdp.fully_shard is theirs
+        assert fsdp_cpp.fully_shard is not theirs
+    finally:
+        del sys.modules[user.__name__]
+
+
+def test_patch_torch(ranks):
+    ranks(2).run(patched)

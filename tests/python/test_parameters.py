@@ -170,6 +170,7 @@ def complex_parameters():
     compare(make, sizes=False)  # complex numbers are sent as their two parts
 
 
+@needs_torch_2_13  # on a GPU
 def test_complex_parameters(ranks):
     ranks(2).run(complex_parameters)
 

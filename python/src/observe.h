@@ -1,0 +1,10 @@
+#pragma once
+
+#include "interpreter.h"
+
+namespace fsdp::python {
+
+/// Binds memory_stats and Trace.
+void bind_observers(py::module_& m);
+
+} // namespace fsdp::python

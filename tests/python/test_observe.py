@@ -1,0 +1,78 @@
+"""What fsdp_cpp.observe sees of a training."""
+
+import json
+import threading
+
+import pytest
+import torch.distributed as dist
+from parity import batch, sharded_mlps
+from pool import DEVICE
+
+import fsdp_cpp
+from fsdp_cpp.observe import Trace, memory_stats, reset_peak_memory_stats
+
+
+def memory():
+    memory_stats(DEVICE)  # begins to count
+    model = sharded_mlps(fsdp_cpp, reshard_after_forward=True)
+    inside = []
+    model[1].register_forward_pre_hook(lambda *_: inside.append(memory_stats(DEVICE)))
+    at_rest = memory_stats(DEVICE)
+    elements = sum(param.to_local().numel() for param in model.parameters())
+    assert at_rest.shards == 4 * elements
+    assert at_rest.gathered == at_rest.gradients == 0
+    reset_peak_memory_stats(DEVICE)
+    model(batch(0)).sum().backward()
+    assert inside[0].gathered >= 4 * sum(param.numel() for param in model[1].parameters())
+    after = memory_stats(DEVICE)
+    assert after.gathered == 0 and after.gradients == 4 * elements
+    assert after.peak >= after.allocated
+
+
+def test_memory(ranks):
+    ranks(2).run(memory)
+
+
+def timeline(path):
+    model = sharded_mlps(fsdp_cpp)
+    model(batch(0)).sum().backward()
+    with Trace(DEVICE) as trace:
+        for step in range(2):
+            trace.begin_step(step)
+            model(batch(step)).sum().backward()
+    trace.write(path)
+    dist.barrier()
+    assert trace.waited_s > 0
+    with open(path) as file:
+        events = json.load(file)["traceEvents"]
+    for rank in range(dist.get_world_size()):
+        names = [event["name"] for event in events if event["pid"] == rank]
+        assert {"step 0", "step 1"} <= set(names), names
+        for layer in range(3):
+            assert {f"all_gather {layer}", f"reduce_scatter {layer}", f"pre_backward {layer}"} <= set(names), names
+    assert all(event["ts"] >= 0 for event in events if "ts" in event)
+
+
+def test_timeline_of_all_ranks(ranks, tmp_path):
+    ranks(2).run(timeline, str(tmp_path / "trace.json"))
+
+
+def misuse():
+    trace = Trace(DEVICE)
+    with pytest.raises(RuntimeError, match="inside of its with statement"):
+        trace.begin_step(0)
+    with trace:
+        with pytest.raises(RuntimeError, match="Trace"):
+            Trace(DEVICE).__enter__()
+        thread = threading.Thread(target=lambda: pytest.raises(RuntimeError, trace.begin_step, 0))
+        thread.start()
+        thread.join()
+    forgotten = [Trace(DEVICE).__enter__()]
+    thread = threading.Thread(target=forgotten.clear)  # drops it in another thread
+    thread.start()
+    thread.join()
+    sharded_mlps(fsdp_cpp)(batch(0)).sum().backward()
+
+
+def test_misuse(ranks):
+    ranks(2).run(misuse)
