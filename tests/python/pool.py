@@ -5,6 +5,7 @@ With FSDP_TEST_DEVICE=cuda they talk over NCCL, and all use the first GPU if the
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import socket
@@ -37,6 +38,7 @@ def _join(rank: int, size: int, port: int | None) -> None:
 
 
 def _serve(rank: int, size: int, port: int | None, pipe) -> None:
+    faulthandler.enable()  # says where a process crashed
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     _join(rank, size, port)
@@ -78,7 +80,8 @@ class Ranks:
             try:
                 answer = pipe.recv() if pipe.poll(TIME_LIMIT) else f"{what} takes too long"
             except EOFError:
-                answer = "the process died"
+                self.processes[rank].join()
+                answer = f"the process ended with exit code {self.processes[rank].exitcode}"
             if answer is not None:
                 failures.append(f"rank {rank}: {answer}")
         if failures:
