@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <algorithm>
 #include <bit>
@@ -40,6 +41,23 @@ at::Tensor numbers(const std::vector<int64_t>& values, c10::Device device) {
 bool all_rows_equal(const at::Tensor& all) {
   return all.equal(all[0].expand_as(all));
 }
+
+/// Hides the thread's profiler. A Work of gloo holds the profiler of its caller, and torch crashes
+/// if the Work is dropped after the profiler has ended.
+class Unprofiled {
+ public:
+  Unprofiled() {
+    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
+  }
+  ~Unprofiled() {
+    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(before_);
+  }
+  Unprofiled(const Unprofiled&) = delete;
+  Unprofiled& operator=(const Unprofiled&) = delete;
+
+ private:
+  const std::shared_ptr<c10::ThreadLocalDebugInfo> before_ = c10::ThreadLocalDebugInfo::current();
+};
 
 /// "rank 0: TEXT; rank 1: TEXT". Waits for the peers.
 std::string texts_of_all(const Members& members, const std::string& mine, c10::Device device) {
@@ -209,6 +227,7 @@ void CallHistory::compare(c10::Device device) {
     comparisons_.pop_front();
     finish(oldest);
   }
+  const Unprofiled unprofiled; // the Work stays until the next step
   Comparison next{.num_calls = num_calls_, .mine = {}, .all = {}, .work = {}, .ready = {}};
   next.mine = numbers({static_cast<int64_t>(hash_)}, device);
   auto all = at::empty({members_.backend->getSize(), 1}, next.mine.options());

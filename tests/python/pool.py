@@ -9,6 +9,7 @@ import faulthandler
 import multiprocessing
 import os
 import socket
+import time
 import traceback
 import warnings
 
@@ -45,12 +46,14 @@ def _serve(rank: int, size: int, port: int | None, pipe) -> None:
     pipe.send(None)
     while (job := pipe.recv()) is not None:
         function, args = job
+        faulthandler.dump_traceback_later(TIME_LIMIT - 10)  # says where a process hangs
         try:
             torch.manual_seed(0)
             function(*args)
             pipe.send(None)
         except BaseException:
             pipe.send(traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 
@@ -76,9 +79,11 @@ class Ranks:
 
     def _answers(self, what: str) -> None:
         failures = []
+        deadline = time.monotonic() + TIME_LIMIT
         for rank, pipe in enumerate(self.pipes):
+            left = max(0, deadline - time.monotonic())
             try:
-                answer = pipe.recv() if pipe.poll(TIME_LIMIT) else f"{what} takes too long"
+                answer = pipe.recv() if pipe.poll(left) else f"{what} takes longer than {TIME_LIMIT} s"
             except EOFError:
                 self.processes[rank].join()
                 answer = f"the process ended with exit code {self.processes[rank].exitcode}"

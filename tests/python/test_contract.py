@@ -285,7 +285,7 @@ def test_checkpoints(ranks, how):
 
 
 def counts_and_names():
-    counts, names = [], []
+    counts, names, collectives = [], [], []
     for engine in ENGINES.values():
         model = sharded_mlps(engine)
         with CommDebugMode() as counter:
@@ -293,10 +293,15 @@ def counts_and_names():
         counts.append({str(kind): number for kind, number in counter.get_comm_counts().items()})
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             model(batch(0)).sum().backward()
-        names.append({event.key for event in profile.key_averages() if event.key.startswith("FSDP::")})
+        events = {event.key: event.count for event in profile.key_averages()}
+        names.append({name for name in events if name.startswith("FSDP::")})
+        collectives.append({name: count for name, count in events.items() if name.startswith("gloo:")})
     assert counts[0] == counts[1] and sum(counts[0].values()) > 0
     missing = names[0] - names[1]
     assert not missing, missing
+    # A profile must not hold the comparison of the ranks' calls, which ends after it: torch would crash.
+    assert collectives[0] == collectives[1]
+    assert collectives[0] or DEVICE != "cpu"
 
 
 def test_counts_and_profiler_names(ranks):
