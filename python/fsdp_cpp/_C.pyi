@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 class MeshSpec:
     def __init__(
@@ -15,13 +15,17 @@ class MeshSpec:
         group_ranks: list[list[int]],
         ranks: list[int],
         names: list[str],
-        replicated: bool,
         /,
     ) -> None: ...
 
 class GroupSpec:
     def __init__(
-        self, mesh: MeshSpec, params: list[tuple[str, torch.Tensor, int]], ranks_after_forward: int, /
+        self,
+        mesh: MeshSpec,
+        replicated: bool,
+        params: list[tuple[str, torch.Tensor, int]],
+        ranks_after_forward: int,
+        /,
     ) -> None: ...
 
 class PolicySpec:
@@ -94,6 +98,19 @@ class Trace:
     def waited_s(self) -> float: ...
     def json(self) -> str: ...
 
+class Mesh:
+    def __init__(self, spec: MeshSpec, world: ProcessGroup, /) -> None: ...
+
+class DTensor:
+    def __init__(self, local: torch.Tensor, mesh: Mesh, placements: list[list[int]], sizes: list[int], /) -> None: ...
+
+class SaveUnderWay:
+    def result(self) -> None: ...
+
+def enter_world(world: ProcessGroup, store: Store, device_type: str, /) -> None: ...
+def save(items: list[tuple[str, Any]], path: str, overwrite: bool, /) -> None: ...
+def async_save(items: list[tuple[str, Any]], path: str, overwrite: bool, /) -> SaveUnderWay: ...
+def load(items: list[tuple[str, Any]], path: str, strict: bool, verify: bool, /) -> list[tuple[str, Any]]: ...
 def memory_stats(device: torch.device, /) -> dict[str, int]: ...
 def reset_peak_memory_stats(device: torch.device, /) -> None: ...
 def share_comm_ctx(states: list[State], /) -> None: ...

@@ -19,6 +19,7 @@ if torch.__version__.split("+")[0] != TORCH_VERSION:
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from ._checkpoint import async_save, load, save
 from ._fully_shard import replicate
 from ._module import (
     FSDPModule,
@@ -47,9 +48,12 @@ __all__ = [
     "OffloadPolicy",
     "ReplicateModule",
     "UnshardHandle",
+    "async_save",
     "fully_shard",
+    "load",
     "patch_torch",
     "register_fsdp_forward_method",
     "replicate",
+    "save",
     "share_comm_ctx",
 ]

@@ -60,6 +60,18 @@ def _axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
+def spec_of(mesh: DeviceMesh) -> _C.MeshSpec:
+    """The mesh, as the engine is told of it."""
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    return _C.MeshSpec(
+        mesh.device_type,
+        groups,
+        [dist.get_process_group_ranks(group) for group in groups],
+        mesh.mesh.flatten().tolist(),
+        list(mesh.mesh_dim_names or ()),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class WholeMesh:
     """A mesh on which parameters are before fully_shard, and that has the axes of data parallelism, too."""
@@ -97,17 +109,6 @@ class ParamMesh:
 
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         return tuple(self.mesh.get_group(axis) for axis in range(self.mesh.ndim))
-
-    def spec(self) -> _C.MeshSpec:
-        groups = self.groups()
-        return _C.MeshSpec(
-            self.mesh.device_type,
-            list(groups),
-            [dist.get_process_group_ranks(group) for group in groups],
-            self.mesh.mesh.flatten().tolist(),
-            list(self.mesh.mesh_dim_names or ()),
-            self.replicated,
-        )
 
     @property
     def data_axes(self) -> frozenset[int]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _C, _trees
-from ._mesh import ParamMesh
+from ._mesh import ParamMesh, spec_of
 from ._placements import spec_at_rest
 from ._tensor_parallel import piece_of, pieces_of
 
@@ -76,7 +76,12 @@ class State(_State):
             for param, dim in params
         }
         specs = [
-            _C.GroupSpec(mesh.spec(), [(sites[param][0][1], pieces[param], dim) for param, dim in params], ranks)
+            _C.GroupSpec(
+                spec_of(mesh.mesh),
+                mesh.replicated,
+                [(sites[param][0][1], pieces[param], dim) for param, dim in params],
+                ranks,
+            )
             for mesh, params, ranks in groups
         ]
         name = ", ".join(type(module).__name__ for module in modules)

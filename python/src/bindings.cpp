@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "arguments.h"
+#include "checkpoint.h"
 #include "custom_comm.h"
 #include "dtensor_param.h"
 #include "module_state.h"
@@ -32,15 +33,16 @@ void bind_specs(py::module_& m) {
   py::class_<MeshSpec>(m, "MeshSpec")
       .def(py::init([](std::string device_type, std::vector<GivenGroup> groups,
                        std::vector<std::vector<int>> group_ranks, std::vector<int> ranks,
-                       std::vector<std::string> names, bool replicated) {
-        return MeshSpec{std::move(device_type), std::move(groups), std::move(group_ranks),
-                        std::move(ranks),       std::move(names),  replicated};
+                       std::vector<std::string> names) {
+        return MeshSpec{
+            std::move(device_type), std::move(groups), std::move(group_ranks), std::move(ranks),
+            std::move(names)};
       }));
   py::class_<GroupSpec>(m, "GroupSpec")
-      .def(py::init([](MeshSpec mesh,
+      .def(py::init([](MeshSpec mesh, bool replicated,
                        const std::vector<std::tuple<std::string, at::Tensor, int64_t>>& params,
                        int ranks_after_forward) {
-        GroupSpec spec{std::move(mesh), {}, ranks_after_forward};
+        GroupSpec spec{std::move(mesh), replicated, {}, ranks_after_forward};
         for (const auto& [name, whole, dim] : params) {
           spec.params.push_back({name, whole, dim});
         }
@@ -170,4 +172,5 @@ PYBIND11_MODULE(_C, m) {
   bind_specs(m);
   bind_state(m);
   bind_observers(m);
+  bind_checkpoints(m);
 }

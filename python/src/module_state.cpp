@@ -14,17 +14,8 @@ using detail::DataParallelMesh;
 using detail::FSDPParamGroup;
 using detail::FSDPState;
 
-c10::DeviceType type_of(const std::string& device_type) {
-  return c10::Device(device_type).type();
-}
-
-DataParallelMesh mesh_of(const MeshSpec& spec, const GivenGroup& world) {
-  const auto device_type = type_of(spec.device_type);
-  std::vector<ProcessGroup> groups;
-  for (size_t i = 0; i < spec.groups.size(); ++i) {
-    groups.push_back(group_of(spec.groups[i], spec.group_ranks[i], world, device_type));
-  }
-  const auto mesh = DeviceMesh::from_groups(device_type, groups, spec.names, spec.ranks);
+DataParallelMesh data_parallel_mesh(const GroupSpec& spec, const GivenGroup& world) {
+  const auto mesh = mesh_of(spec.mesh, world);
   return spec.replicated ? DataParallelMesh::replicated(mesh) : DataParallelMesh(mesh);
 }
 
@@ -40,7 +31,7 @@ FSDPState::Groups make_groups(
   std::vector<DataParallelMesh> meshes;
   std::vector<std::vector<detail::ParamSpec>> params;
   for (const auto& spec : specs) { // all checks come before the first change
-    meshes.push_back(mesh_of(spec.mesh, world));
+    meshes.push_back(data_parallel_mesh(spec, world));
     auto& own = params.emplace_back();
     for (const auto& param : spec.params) {
       own.push_back({param.whole, param.name, param.shard_dim});
@@ -87,7 +78,7 @@ ModuleState::ModuleState(
     addresses.push_back(module.ptr());
   }
   engine_ = std::make_shared<FSDPState>(
-      name, std::move(addresses), detail::current_device(type_of(device_type)),
+      name, std::move(addresses), detail::current_device(c10::Device(device_type).type()),
       make_groups(name, groups, world, policy),
       [look = Reference(std::move(look))](bool with_tensors) {
         return subtree_of(look, with_tensors);

@@ -10,21 +10,10 @@
 #include <vector>
 
 #include "interpreter.h"
-#include "process_groups.h"
+#include "mesh_spec.h"
 #include "state/fsdp_state.h"
 
 namespace fsdp::python {
-
-/// The mesh of a group of parameters, as Python tells of it: one process group per axis, and the
-/// ranks of all.
-struct MeshSpec {
-  std::string device_type;
-  std::vector<GivenGroup> groups;
-  std::vector<std::vector<int>> group_ranks;
-  std::vector<int> ranks;
-  std::vector<std::string> names;
-  bool replicated = false; // one axis of whole parameters
-};
 
 struct ParamOf {
   std::string name;
@@ -34,6 +23,7 @@ struct ParamOf {
 
 struct GroupSpec {
   MeshSpec mesh;
+  bool replicated; // one axis of whole parameters
   std::vector<ParamOf> params;
   /// How many ranks keep the parameters after forward; see set_ranks_after_forward.
   int ranks_after_forward;

@@ -4,12 +4,14 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <utility>
 
 #include "base/text.h"
 #include "process_group/agreement.h"
 #include "process_group/group_state.h"
+#include "process_group/rank_context.h"
 
 namespace fsdp::python {
 
@@ -193,6 +195,13 @@ class GivenFactory : public detail::BackendFactory {
   GivenFactory(const GivenGroup& world, c10::DeviceType device_type)
       : BackendFactory(world->getRank(), world->getBackendName()), device_type_(device_type) {}
 
+  c10::intrusive_ptr<c10d::Store> store() const override {
+    return store_;
+  }
+  void set_store(c10::intrusive_ptr<c10d::Store> store) {
+    store_ = std::move(store);
+  }
+
  protected:
   c10::intrusive_ptr<c10d::Backend> make(
       const std::string& /*name*/, const std::vector<int>& world_ranks, int /*rank*/) override {
@@ -206,6 +215,7 @@ class GivenFactory : public detail::BackendFactory {
 
  private:
   const c10::DeviceType device_type_;
+  c10::intrusive_ptr<c10d::Store> store_;
 };
 
 /// What belongs to one default group. It stays until Python drops that group
@@ -215,6 +225,7 @@ struct World {
   std::shared_ptr<GivenFactory> factory;
   std::map<std::pair<c10d::ProcessGroup*, c10::DeviceType>, std::shared_ptr<detail::GroupState>>
       groups;
+  std::shared_ptr<detail::RankContext> context; // once somebody has entered it
 };
 
 /// Needs Python's lock.
@@ -224,6 +235,9 @@ World& world_of(const GivenGroup& group, c10::DeviceType device_type) {
   if (is_new) {
     found->second.factory = std::make_shared<GivenFactory>(group, device_type);
     const auto forget = [key = group.get()](py::handle reference) {
+      if (worlds->at(key).context) {
+        detail::set_process_context(nullptr);
+      }
       worlds->erase(key);
       reference.dec_ref();
     };
@@ -250,6 +264,23 @@ ProcessGroup group_of(
     compare_calls_of(*state);
   }
   return ProcessGroup(state);
+}
+
+void enter_world(
+    const GivenGroup& world,
+    const c10::intrusive_ptr<c10d::Store>& store,
+    const std::string& device_type) {
+  const auto type = c10::Device(device_type).type();
+  auto& known = world_of(world, type);
+  if (!known.context) {
+    std::vector<int> ranks(world->getSize());
+    std::iota(ranks.begin(), ranks.end(), 0);
+    known.factory->set_store(store);
+    known.context = std::make_shared<detail::RankContext>();
+    known.context->factory = known.factory;
+    known.context->world = group_of(world, ranks, world, type);
+  }
+  detail::set_process_context(known.context);
 }
 
 GivenGroup given_group(const ProcessGroup& group) {

@@ -2,6 +2,7 @@
 
 #include <fsdp/device_mesh.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <string>
 #include <vector>
@@ -31,6 +32,14 @@ ProcessGroup group_of(
 
 /// The group of Python behind one of the engine's.
 GivenGroup given_group(const ProcessGroup& group);
+
+/// Makes the default group the engine's world, for functions that are collective over the world.
+/// Needs Python's lock. All ranks share `store`. `device_type` is that of tensors that the group
+/// can send.
+void enter_world(
+    const GivenGroup& world,
+    const c10::intrusive_ptr<c10d::Store>& store,
+    const std::string& device_type);
 
 /// Sets the function that makes a group of Python for a list of world ranks.
 void set_new_group(py::object function);

@@ -1,0 +1,214 @@
+"""fsdp_cpp.save and load: what comes back is what was there, on any number of ranks."""
+
+import functools
+import os
+import subprocess
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from parity import ENGINES, batch, mesh_of, sharded_mlps, whole
+from pool import DEVICE
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+import fsdp_cpp
+
+TOOL = os.environ.get("FSDP_TOOL")
+
+
+def trained(engine, seed=0, steps=2, **options):
+    torch.manual_seed(seed)
+    model = sharded_mlps(engine, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def state_of(model, optimizer, **own):
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        **own,
+    }
+
+
+def set_state(model, optimizer, state):
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def wholes(tree):
+    return tree_map_only(torch.Tensor, whole, tree)
+
+
+def check_equal(actual, expected):
+    (actual, structure), (expected, other) = tree_flatten(wholes(actual)), tree_flatten(wholes(expected))
+    assert structure == other
+    for i, (value, wanted) in enumerate(zip(actual, expected)):
+        assert type(value) is type(wanted), i
+        assert torch.equal(value, wanted) if isinstance(value, torch.Tensor) else value == wanted, i
+
+
+def save_all(folder):
+    """What ranks save now, others load: the same state on every rank, in whole tensors."""
+    model, optimizer = trained(fsdp_cpp)
+    own = {"step": 7, "rate": 0.5, "name": "run", "done": False, "nothing": None, "list": [1, (2.5, "x")]}
+    state = state_of(model, optimizer, **own)
+    fsdp_cpp.save(state, f"{folder}/ours")
+    fsdp_cpp.async_save(state, f"{folder}/later").result()
+    expected = wholes(state)
+    if dist.get_rank() == 0:
+        torch.save(expected, f"{folder}/expected.pt")
+
+
+def load_all(folder, which, shape, engine_name):
+    expected = torch.load(f"{folder}/expected.pt")
+    model, optimizer = trained(ENGINES[engine_name], seed=1, steps=1, mesh=mesh_of(*shape))
+    state = state_of(model, optimizer, step=0, rate=0.0, name="", done=True, nothing=None, list=[0, (0.0, "")])
+    fsdp_cpp.load(state, f"{folder}/{which}")
+    check_equal(state, expected)
+    set_state(model, optimizer, state)
+    check_equal(state_of(model, optimizer), {name: expected[name] for name in ("model", "optimizer")})
+
+
+def test_save_and_load(ranks, tmp_path):
+    ranks(2).run(save_all, str(tmp_path))
+    ranks(2).run(load_all, str(tmp_path), "later", (2,), "fsdp_cpp")
+    for which, shape, engine in [("ours", (4,), "fsdp_cpp"), ("ours", (2, 2), "fsdp_cpp"), ("ours", (4,), "torch")]:
+        ranks(4).run(load_all, str(tmp_path), which, shape, engine)
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def load_into_a_model(folder):
+    """The parameters of a state dict are the model's, so that a load is a new value for the next forward."""
+    torch.manual_seed(0)
+    model = sharded_mlps(fsdp_cpp)
+    expected = model(batch(0))
+    fsdp_cpp.save(model.state_dict(), folder)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert not torch.equal(model(batch(0)), expected)
+    fsdp_cpp.load(model.state_dict(), folder)
+    assert torch.equal(model(batch(0)), expected)
+
+
+def test_load_into_a_live_model(ranks, tmp_path):
+    ranks(2).run(load_into_a_model, str(tmp_path / "x"))
+
+
+def through_dcp(folder):
+    """What FSDP2 wrote by DCP comes to this format by loading it, and goes back the same way."""
+    theirs, their_optimizer = trained(ENGINES["torch"])
+    dcp.save(state_of(theirs, their_optimizer), checkpoint_id=f"{folder}/dcp")
+    ours, our_optimizer = trained(fsdp_cpp, seed=1)
+    with pytest.raises(ValueError, match="was written by torch.distributed.checkpoint"):
+        fsdp_cpp.load(state_of(ours, our_optimizer), f"{folder}/dcp")
+    state = state_of(ours, our_optimizer)
+    dcp.load(state, checkpoint_id=f"{folder}/dcp")
+    set_state(ours, our_optimizer, state)
+    fsdp_cpp.save(state_of(ours, our_optimizer), f"{folder}/ours")
+    again, again_optimizer = trained(ENGINES["torch"], seed=2)
+    state = state_of(again, again_optimizer)
+    fsdp_cpp.load(state, f"{folder}/ours")
+    check_equal(state, state_of(theirs, their_optimizer))
+
+
+def test_from_dcp_and_back(ranks, tmp_path):
+    ranks(2).run(through_dcp, str(tmp_path))
+
+
+@functools.cache  # DTensors keep the first of two equal meshes
+def mesh_2d():
+    return dist.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def tensor_parallel(folder):
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6)).to(DEVICE)
+        parallelize_module(model, mesh_2d()["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return fsdp_cpp.fully_shard(model, mesh=mesh_2d()["dp"])
+
+    model, other = make(0), make(1)
+    fsdp_cpp.save(model.state_dict(), folder)
+    fsdp_cpp.load(other.state_dict(), folder)
+    check_equal(dict(other.state_dict()), dict(model.state_dict()))
+    replicated = {name: distribute_tensor(torch.zeros(value.shape), mesh_2d(), [Replicate(), Replicate()])
+                  for name, value in model.state_dict().items()}
+    fsdp_cpp.load(replicated, folder)
+    check_equal(replicated, dict(model.state_dict()))
+
+
+def test_tensor_parallel(ranks, tmp_path):
+    ranks(4).run(tensor_parallel, str(tmp_path / "x"))
+
+
+def refused(folder):
+    model = sharded_mlps(fsdp_cpp)
+    state = model.state_dict()
+    fsdp_cpp.save({"model": state}, f"{folder}/good")
+    before = wholes(dict(state))
+    mesh = mesh_of()
+    sums = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    for tree, kind, text in [
+        ({"a": {"b": object()}}, TypeError, "'a.b' is a object"),
+        ({"a": 2**80}, ValueError, "more than 64 bits"),
+        ({"a.b": 1, "a": {"b": 2}}, Exception, "a.b"),
+        ({"sum": sums}, ValueError, "'sum' is a sum that is not complete"),
+    ]:
+        with pytest.raises(kind, match=text):
+            fsdp_cpp.save(tree, f"{folder}/bad")
+        assert not os.path.exists(f"{folder}/bad")
+    with pytest.raises(RuntimeError, match="overwrite"):
+        fsdp_cpp.save({"model": state}, f"{folder}/good", overwrite=False)
+    with pytest.raises(RuntimeError, match="model.more"):
+        fsdp_cpp.load({"model": {**state, "more": torch.zeros(2)}}, f"{folder}/good")
+    fsdp_cpp.load({"model": {**state, "more": torch.zeros(2)}}, f"{folder}/good", strict=False)
+    with pytest.raises(RuntimeError, match="nowhere"):
+        fsdp_cpp.load({"model": state}, f"{folder}/nowhere")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        files = [name for name in os.listdir(f"{folder}/good") if name.endswith(".safetensors")]
+        with open(f"{folder}/good/{files[0]}", "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            last = file.read(1)[0]
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([last ^ 1]))
+    dist.barrier()
+    with pytest.raises(RuntimeError, match="checksum"):
+        fsdp_cpp.load({"model": state}, f"{folder}/good")
+    check_equal(dict(state), before)
+
+
+def test_refused(ranks, tmp_path):
+    ranks(2).run(refused, str(tmp_path))
+
+
+def test_one_process_without_a_group(tmp_path):
+    tree = {"weights": [torch.arange(6.0), torch.ones(2)], "step": 3}
+    fsdp_cpp.save(tree, tmp_path / "x")
+    loaded = {"weights": [torch.zeros(6), torch.zeros(2)], "step": 0}
+    fsdp_cpp.load(loaded, tmp_path / "x")
+    check_equal(loaded, tree)
+
+
+@pytest.mark.skipif(TOOL is None, reason="FSDP_TOOL does not name the command line tool")
+def test_the_tool_reads_it(ranks, tmp_path):
+    ranks(2).run(save_all, str(tmp_path))
+    run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
+    assert "model.0.up.weight" in run([TOOL, "inspect", tmp_path / "ours", "--tensors"]).stdout
+    run([TOOL, "verify", tmp_path / "ours"])
