@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from parity import ENGINES, batch, mesh_of, sharded_mlps, whole
 from pool import DEVICE
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -210,5 +211,9 @@ def test_one_process_without_a_group(tmp_path):
 def test_the_tool_reads_it(ranks, tmp_path):
     ranks(2).run(save_all, str(tmp_path))
     run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
-    assert "model.0.up.weight" in run([TOOL, "inspect", tmp_path / "ours", "--tensors"]).stdout
-    run([TOOL, "verify", tmp_path / "ours"])
+    assert "model.0.up.weight" in run([TOOL, "inspect", tmp_path / "ours"]).stdout
+    assert "good" in run([TOOL, "verify", tmp_path / "ours"]).stdout
+    run([TOOL, "convert", tmp_path / "ours", tmp_path / "whole"])
+    weights = load_file(tmp_path / "whole" / "model.safetensors")
+    for name, expected in torch.load(tmp_path / "expected.pt")["model"].items():
+        assert torch.equal(weights[f"model.{name}"], expected), name
