@@ -49,6 +49,33 @@ class GivenBackend : public c10d::Backend {
   const GivenGroup group_;
 };
 
+/// Calls a function of a backend without Python's lock. A thread of gloo may need the lock to drop
+/// tensors, while it holds a lock that the call needs.
+template <class Call>
+WorkPtr issue_unlocked(const Call& call) {
+  const Unlocked unlocked;
+  auto work = call();
+  if (!work) {
+    return work;
+  }
+  return c10::make_intrusive<UnlockedWork>(std::move(work));
+}
+
+/// Passes comparisons of calls to the backend below a group of Python.
+class BackendBelow : public c10d::Backend {
+ public:
+  explicit BackendBelow(c10::intrusive_ptr<c10d::Backend> own)
+      : Backend(own->getRank(), own->getSize()), own_(std::move(own)) {}
+
+  WorkPtr _allgather_base(
+      at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override {
+    return issue_unlocked([&] { return own_->_allgather_base(out, in, options); });
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::Backend> own_;
+};
+
 /// The usual group, whose backends are written in C++.
 class NativeBackend : public GivenBackend {
  public:
@@ -65,28 +92,29 @@ class NativeBackend : public GivenBackend {
 
   WorkPtr _allgather_base(
       at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override {
-    return issue([&] { return group_->_allgather_base(out, in, options); });
+    return issue_unlocked([&] { return group_->_allgather_base(out, in, options); });
   }
   WorkPtr allgather_into_tensor_coalesced(
       std::vector<at::Tensor>& outs,
       std::vector<at::Tensor>& ins,
       const c10d::AllgatherOptions& options) override {
-    return issue([&] { return group_->allgather_into_tensor_coalesced(outs, ins, options); });
+    return issue_unlocked(
+        [&] { return group_->allgather_into_tensor_coalesced(outs, ins, options); });
   }
   WorkPtr _reduce_scatter_base(
       at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) override {
-    return issue([&] { return group_->_reduce_scatter_base(out, in, options); });
+    return issue_unlocked([&] { return group_->_reduce_scatter_base(out, in, options); });
   }
   WorkPtr allreduce(
       std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
-    return issue([&] { return group_->allreduce(tensors, options); });
+    return issue_unlocked([&] { return group_->allreduce(tensors, options); });
   }
   WorkPtr broadcast(
       std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override {
-    return issue([&] { return group_->broadcast(tensors, options); });
+    return issue_unlocked([&] { return group_->broadcast(tensors, options); });
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    return issue([&] { return group_->barrier(options); });
+    return issue_unlocked([&] { return group_->barrier(options); });
   }
 
   bool supportsTensorAlloc(c10::DeviceIndex device) override {
@@ -97,16 +125,6 @@ class NativeBackend : public GivenBackend {
   }
 
  private:
-  template <class Call>
-  static WorkPtr issue(const Call& call) {
-    const Unlocked unlocked;
-    auto work = call();
-    if (!work) {
-      return work;
-    }
-    return c10::make_intrusive<UnlockedWork>(std::move(work));
-  }
-
   const c10::intrusive_ptr<c10d::Backend> own_;
 };
 
@@ -183,8 +201,8 @@ void compare_calls_of(detail::GroupState& state) {
   }
   const auto name = backend->getBackendName();
   if (name == "gloo" || name == "nccl") {
-    state.history = std::make_unique<detail::CallHistory>(
-        detail::Members{backend->own(), state.name, state.world_ranks});
+    state.history = std::make_unique<detail::CallHistory>(detail::Members{
+        c10::make_intrusive<BackendBelow>(backend->own()), state.name, state.world_ranks});
   }
 }
 
