@@ -33,6 +33,7 @@
 #include <fsdp/random_state.h>
 #include <fsdp/redistribute.h>
 #include <fsdp/reduce_op.h>
+#include <fsdp/sharding_plan.h>
 #include <fsdp/state_dict.h>
 #include <fsdp/tensor_parallel.h>
 #include <fsdp/tie_weights.h>

@@ -18,6 +18,7 @@
 #include <fsdp/hooked.h>
 #include <fsdp/module_ref.h>
 #include <fsdp/policy.h>
+#include <fsdp/sharding_plan.h>
 
 namespace fsdp {
 
@@ -205,5 +206,9 @@ FSDP_API void share_comm_ctx(const std::vector<FSDPModule>& modules);
 
 /// The parameters at and below `module` that are sharded or divided, by name, each one once.
 FSDP_API torch::OrderedDict<std::string, DTensor> named_dtensors(ModuleRef module);
+
+/// Returns the plan of the sharded modules at and below `module`, which is taken for the root of
+/// the forward. Needs no step, and no memory: `module` may be on the meta device.
+FSDP_API ShardingPlan sharding_plan(ModuleRef module);
 
 } // namespace fsdp

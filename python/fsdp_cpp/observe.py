@@ -1,4 +1,4 @@
-"""What the engine sees of a training: memory by category, and a timeline of all ranks."""
+"""What the engine knows of a training: its plan, memory by category, and a timeline of all ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from . import _C, _mesh
+from ._state import state_of
+
+
+def sharding_plan(module: nn.Module) -> _C.ShardingPlan:
+    """What the sharded modules at and below `module` will take, which is taken for the root of the forward.
+
+    That is the memory of the parameters, and what a step of one forward and one backward sends. `print(plan)` shows
+    a table, and `plan.groups` has its numbers. It needs no step, and no memory: `module` may be on the meta device.
+    """
+    named = ((name, state_of(each)) for name, each in module.named_modules())
+    return _C.sharding_plan([(name, state.engine) for name, state in named if state is not None])
 
 
 @dataclasses.dataclass(frozen=True)

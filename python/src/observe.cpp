@@ -1,11 +1,16 @@
 #include "observe.h"
 
 #include <fsdp/memory.h>
+#include <fsdp/sharding_plan.h>
 #include <fsdp/trace.h>
 
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
+
+#include "module_state.h"
 
 namespace fsdp::python {
 
@@ -49,9 +54,42 @@ py::dict stats_of(c10::Device device) {
   return result;
 }
 
+using NamedStates = std::vector<std::pair<std::string, std::shared_ptr<ModuleState>>>;
+
+ShardingPlan plan_of(const NamedStates& modules) {
+  detail::Subtree tree;
+  for (const auto& [name, state] : modules) {
+    tree.nodes.push_back({name, nullptr, state->engine()});
+  }
+  return detail::FSDPState::plan_of(tree);
+}
+
+void bind_plans(py::module_& m) {
+  using Group = ShardingPlan::Group;
+  py::class_<Group>(m, "GroupPlan")
+      .def_readonly("module", &Group::module)
+      .def_readonly("num_params", &Group::num_params)
+      .def_readonly("numel", &Group::numel)
+      .def_readonly("shard_bytes", &Group::shard_bytes)
+      .def_readonly("gathered_bytes", &Group::gathered_bytes)
+      .def_readonly("padding_bytes", &Group::padding_bytes)
+      .def_readonly("all_gathers", &Group::all_gathers)
+      .def_readonly("all_gather_bytes", &Group::all_gather_bytes)
+      .def_readonly("reduce_scatters", &Group::reduce_scatters)
+      .def_readonly("reduce_scatter_bytes", &Group::reduce_scatter_bytes)
+      .def_readonly("all_reduces", &Group::all_reduces)
+      .def_readonly("all_reduce_bytes", &Group::all_reduce_bytes);
+  py::class_<ShardingPlan>(m, "ShardingPlan")
+      .def_readonly("groups", &ShardingPlan::groups)
+      .def("total", &ShardingPlan::total)
+      .def("__str__", &ShardingPlan::str);
+  m.def("sharding_plan", &plan_of);
+}
+
 } // namespace
 
 void bind_observers(py::module_& m) {
+  bind_plans(m);
   m.def("memory_stats", &stats_of);
   m.def("reset_peak_memory_stats", &reset_peak_memory_stats);
   py::class_<OwnedTrace>(m, "Trace")

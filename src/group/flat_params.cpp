@@ -331,24 +331,32 @@ uint64_t FlatParams::shard_version() const {
   return sum;
 }
 
-std::string FlatParams::describe() const {
-  int64_t numel = 0;
-  int64_t bytes = 0; // of the whole parameters
-  int64_t padded_bytes = 0;
-  std::set<std::string> dtypes;
+ShardingPlan::Group FlatParams::plan() const {
+  ShardingPlan::Group plan;
+  plan.num_params = static_cast<int64_t>(params_.size());
+  plan.shard_bytes = static_cast<int64_t>(shard_.nbytes());
   for (const auto& param : params_) {
     const auto size = static_cast<int64_t>(c10::elementSize(gather_dtype(*param)));
-    const auto whole = c10::multiply_integers(param->geometry().sizes);
-    numel += whole;
-    bytes += whole * size;
-    padded_bytes += param->geometry().gathered_numel() * size;
+    const auto numel = c10::multiply_integers(param->geometry().sizes);
+    const auto padded_numel = param->geometry().gathered_numel();
+    plan.numel += numel;
+    plan.gathered_bytes += padded_numel * size;
+    plan.padding_bytes += (padded_numel - numel) * size;
+  }
+  return plan;
+}
+
+std::string FlatParams::describe() const {
+  std::set<std::string> dtypes;
+  for (const auto& param : params_) {
     dtypes.insert(c10::toString(param->dtype()));
   }
+  const auto sizes = plan();
   return c10::str(
-      "params=", params_.size(), " numel=", numel, " dtype=", join(dtypes, "+"),
+      "params=", sizes.num_params, " numel=", sizes.numel, " dtype=", join(dtypes, "+"),
       " param_dtype=", param_dtype_ ? c10::toString(*param_dtype_) : "same",
-      " shard_bytes=", shard_.nbytes(), " gathered_bytes=", padded_bytes,
-      " padding_bytes=", padded_bytes - bytes, " offload=", offload_ ? "cpu" : "no");
+      " shard_bytes=", sizes.shard_bytes, " gathered_bytes=", sizes.gathered_bytes,
+      " padding_bytes=", sizes.padding_bytes, " offload=", offload_ ? "cpu" : "no");
 }
 
 FlatParams::Freed FlatParams::free_whole() {

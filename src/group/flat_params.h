@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <fsdp/policy.h>
+#include <fsdp/sharding_plan.h>
 
 #include <map>
 #include <memory>
@@ -82,6 +83,8 @@ class FlatParams {
   const CollectiveLabel::Purpose& purpose() const; // of all
   /// For the log: parameters, dtypes, bytes and padding.
   std::string describe() const;
+  /// What the parameters take, without traffic.
+  ShardingPlan::Group plan() const;
   /// Calls `visit` for every tensor that may have memory, shards first. A tensor may be undefined,
   /// and two may share a storage.
   void visit_memory(const MemoryVisitor& visit) const;

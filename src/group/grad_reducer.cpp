@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <set>
 #include <utility>
 
 #include "group/flat_views.h"
@@ -106,6 +107,23 @@ void GradReducer::wait_for_host_copies() {
 at::ScalarType GradReducer::wire_dtype(const FSDPParam& param) const {
   const auto dtype = param.unsharded().scalar_type();
   return at::isFloatingType(dtype) ? reduce_dtype.value_or(dtype) : dtype;
+}
+
+void GradReducer::add_to(ShardingPlan::Group& plan) const {
+  std::set<at::ScalarType> dtypes; // each is reduced by itself
+  for (const auto& param : flat_.params()) {
+    if (!param->user().tensor().requires_grad()) {
+      continue;
+    }
+    const auto dtype = wire_dtype(*param);
+    const auto bytes =
+        param->geometry().gathered_numel() * static_cast<int64_t>(c10::elementSize(dtype));
+    dtypes.insert(dtype);
+    plan.reduce_scatter_bytes += flat_.alone() ? 0 : bytes;
+    plan.all_reduce_bytes += replicas_ ? bytes / flat_.ranks().size() : 0;
+  }
+  plan.reduce_scatters = flat_.alone() ? 0 : static_cast<int64_t>(dtypes.size());
+  plan.all_reduces = replicas_ ? static_cast<int64_t>(dtypes.size()) : 0;
 }
 
 bool GradReducer::is_reduced(const FSDPParam& param) const {

@@ -24,6 +24,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
     name_ = name;
   }
 
+  /// Adds the reductions of a backward in which every parameter gets a gradient.
+  void add_to(ShardingPlan::Group& plan) const;
   /// True if backward has left a gradient that is not reduced yet.
   bool has_grads() const;
   /// Casts the gradients to the dtype of the reduction: more microbatches add to them in it.

@@ -90,6 +90,16 @@ void FSDPParamGroup::log_layout() const {
                           " reshard_after_forward=", ranks_after_forward_));
 }
 
+ShardingPlan::Group FSDPParamGroup::plan() const {
+  auto plan = flat_.plan();
+  if (!flat_.alone()) {
+    plan.all_gathers = ranks_after_forward_ == 0 ? 1 : 2; // backward gathers what forward has freed
+    plan.all_gather_bytes = plan.all_gathers * plan.gathered_bytes;
+  }
+  reducer_->add_to(plan);
+  return plan;
+}
+
 std::vector<ProcessGroup> FSDPParamGroup::process_groups() const {
   std::vector<ProcessGroup> groups{flat_.ranks()};
   if (replicas_) {

@@ -69,6 +69,8 @@ class FSDPParamGroup {
     return state_ == ParamsState::Unsharded || state_ == ParamsState::Kept ||
            state_ == ParamsState::Outdated;
   }
+  /// What it takes, and what a step sends.
+  ShardingPlan::Group plan() const;
   /// Those that this group communicates over.
   std::vector<ProcessGroup> process_groups() const;
   uint64_t shard_version() const {

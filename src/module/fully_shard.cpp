@@ -343,4 +343,8 @@ torch::OrderedDict<std::string, DTensor> named_dtensors(ModuleRef module) {
   return result;
 }
 
+ShardingPlan sharding_plan(ModuleRef module) {
+  return FSDPState::plan_of(detail::subtree_of(*module));
+}
+
 } // namespace fsdp

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <unordered_map>
 #include <utility>
 
 #include "runtime/range.h"
@@ -377,6 +378,29 @@ void FSDPState::reset_all(StateContext& context, CommContext& comm, bool drop_gr
   context.forward_root = nullptr;
   context.final_callback_queued = false;
   context.creates_graph = false;
+}
+
+ShardingPlan FSDPState::plan_of(const Subtree& tree) {
+  ShardingPlan plan;
+  std::unordered_map<const FSDPState*, size_t> first_group; // of a state that was seen
+  for (const auto& node : tree.nodes) {
+    const auto& state = *node.state;
+    const auto [seen, is_new] = first_group.emplace(&state, plan.groups.size());
+    for (size_t i = 0; i < state.groups().size(); ++i) {
+      if (is_new) {
+        plan.groups.push_back(state.groups()[i]->plan());
+        auto& group = plan.groups.back();
+        group.module = node.name;
+        if (node.name.empty() && state.auto_reshard_after_forward) {
+          group.all_gather_bytes /= std::max<int64_t>(group.all_gathers, 1); // forward's is kept
+          group.all_gathers = std::min<int64_t>(group.all_gathers, 1);
+        }
+      } else {
+        plan.groups[seen->second + i].module += ", " + node.name;
+      }
+    }
+  }
+  return plan;
 }
 
 } // namespace fsdp::detail

@@ -71,6 +71,8 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   const CommContext& comm() const {
     return *comm_;
   }
+  /// The plan of the sharded modules of a tree, whose top is the root of the forward.
+  static ShardingPlan plan_of(const Subtree& tree);
   /// This state and those below it, each once.
   std::vector<std::shared_ptr<FSDPState>> states_below() const;
 

@@ -56,6 +56,7 @@ PUBLIC = {
     "init_options.h": "launch",
     "launch.h": "launch",
     "memory.h": "observe",
+    "sharding_plan.h": "observe",
     "meta_init.h": "module",
     "module_ref.h": "module",
     "nn.h": "module",

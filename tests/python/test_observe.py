@@ -5,11 +5,11 @@ import threading
 
 import pytest
 import torch.distributed as dist
-from parity import batch, sharded_mlps
+from parity import Collectives, batch, mesh_of, sharded_mlps
 from pool import DEVICE
 
 import fsdp_cpp
-from fsdp_cpp.observe import Trace, memory_stats, reset_peak_memory_stats
+from fsdp_cpp.observe import Trace, memory_stats, reset_peak_memory_stats, sharding_plan
 
 
 def memory():
@@ -31,6 +31,34 @@ def memory():
 
 def test_memory(ranks):
     ranks(2).run(memory)
+
+
+def plan():
+    """It says what a step then does."""
+    memory_stats(DEVICE)  # begins to count
+    model = sharded_mlps(fsdp_cpp, layers=2, mesh=mesh_of(2, 2))
+    groups = {group.module: group for group in sharding_plan(model).groups}
+    assert list(groups) == ["0", "1"]  # the root has no parameters of its own
+    assert sharding_plan(model).total().shard_bytes == memory_stats(DEVICE).shards
+    calls = Collectives()
+    with calls:
+        model(batch(0)).sum().backward()
+    if DEVICE == "cpu":
+        total = sharding_plan(model).total()
+        sent = [(name, 4 * max(size for size, _ in sizes)) for group in calls.calls.values() for name, sizes in group]
+        for name, count, size in (
+            ("c10d::_allgather_base_", total.all_gathers, total.all_gather_bytes),
+            ("c10d::_reduce_scatter_base_", total.reduce_scatters, total.reduce_scatter_bytes),
+            ("c10d::allreduce_", total.all_reduces, total.all_reduce_bytes),
+        ):
+            found = [size for op, size in sent if op == name]
+            assert (len(found), sum(found)) == (count, size), name
+    lines = str(sharding_plan(model)).splitlines()
+    assert [line.split()[0] for line in lines] == ["module", "0", "1", "total"]
+
+
+def test_plan(ranks):
+    ranks(4).run(plan)
 
 
 def timeline(path):
