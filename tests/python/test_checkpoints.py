@@ -76,7 +76,7 @@ def save_all(folder):
 
 
 def load_all(folder, which, shape, engine_name):
-    expected = torch.load(f"{folder}/expected.pt")
+    expected = torch.load(f"{folder}/expected.pt", map_location=DEVICE)
     model, optimizer = trained(ENGINES[engine_name], seed=1, steps=1, mesh=mesh_of(*shape))
     state = state_of(model, optimizer, step=0, rate=0.0, name="", done=True, nothing=None, list=[0, (0.0, "")])
     fsdp_cpp.load(state, f"{folder}/{which}")
@@ -215,5 +215,5 @@ def test_the_tool_reads_it(ranks, tmp_path):
     assert "good" in run([TOOL, "verify", tmp_path / "ours"]).stdout
     run([TOOL, "convert", tmp_path / "ours", tmp_path / "whole"])
     weights = load_file(tmp_path / "whole" / "model.safetensors")
-    for name, expected in torch.load(tmp_path / "expected.pt")["model"].items():
+    for name, expected in torch.load(tmp_path / "expected.pt", map_location="cpu")["model"].items():
         assert torch.equal(weights[f"model.{name}"], expected), name
