@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ._build import TORCH_VERSION, VERSION as __version__
+from ._build import TORCH_VERSION, VERSION as __version__  # type: ignore[import-not-found]
 
 if torch.__version__.split("+")[0] != TORCH_VERSION:
     raise ImportError(

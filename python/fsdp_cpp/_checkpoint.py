@@ -121,5 +121,5 @@ def _numbers(placement: Placement, key: str) -> list[int]:
     if isinstance(placement, Partial):
         raise ValueError(f"'{key}' is a sum that is not complete ({placement}); redistribute it before saving")
     if isinstance(placement, _StridedShard):
-        return [placement.dim, placement.split_factor]
+        return [placement.dim, int(placement.split_factor)]
     return [placement.dim] if isinstance(placement, Shard) else []

@@ -92,7 +92,7 @@ def _shard(
     home = torch.device("cpu") if offloads else device  # of the shards
     _managed.move_to(home, sites, ())
     _managed.move_to(device, (), managed)
-    state = api.state(roots[0])
+    state = api.state(roots[0])  # type: ignore[attr-defined]
     state.init(
         roots,
         device,

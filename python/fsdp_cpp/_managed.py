@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def check_module(module: nn.Module | list[nn.Module], function: str) -> None:
-    is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    if is_container and type(module).forward is nn.Module.forward:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         raise ValueError(f"{function} does not support containers that do not implement forward: {module}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NoReturn
 
@@ -170,7 +171,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     # ---- Inner workings
 
-    def _get_fsdp_state(self) -> State:
+    def _get_fsdp_state(self) -> State:  # type: ignore[override]
         state = state_of(self)  # type: ignore[arg-type]
         if state is None:
             raise AssertionError(f"No FSDP state found on {self}")
@@ -205,7 +206,7 @@ def _sharded_class(cls: type, front: type) -> type:
 
 def swap_classes(modules: Iterable[nn.Module], front: type) -> None:
     for module in modules:
-        module.__class__ = _sharded_class(type(module), front)
+        module.__class__ = _sharded_class(type(module), front)  # type: ignore[arg-type]
 
 
 def _engines_of(modules: Iterable[Any]) -> list[_C.State]:
@@ -242,7 +243,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             raise
         return output if new_output is None else new_output
 
-    setattr(module, method_name, wrapped.__get__(module, type(module)))
+    setattr(module, method_name, types.MethodType(wrapped, module))
 
 
 def share_comm_ctx(modules: list[torch_fsdp.FSDPModule]) -> None:

@@ -90,8 +90,8 @@ class State(_State):
         self.engine = _C.State(name, list(modules), device.type, world, specs, policy, auto_reshard, look)
         for i, (mesh, params, _) in enumerate(groups):
             for k, (param, _) in enumerate(params):
-                dtensor = DTensor(self.engine.shard(i, k), at_rest[param], requires_grad=False)
-                dtensor = nn.Parameter(dtensor, requires_grad=param.requires_grad)
+                shard = DTensor(self.engine.shard(i, k), at_rest[param], requires_grad=False)
+                dtensor = nn.Parameter(shard, requires_grad=param.requires_grad)
                 where = [(_holder(module), site) for module, site in sites[param]]
                 for module, site in sites[param]:
                     module._parameters[site] = dtensor  # what the engine does not know, it takes for a replacement

@@ -46,7 +46,7 @@ def rebuild(node: Any, values: list[Any], context: Any) -> Any:
     if isinstance(node, (tuple, list, set, frozenset)):
         return type(node)(values)
     if isinstance(node, dict):
-        made = copy.copy(node)
-        made.update(zip(context, values))
-        return made
+        tree = copy.copy(node)
+        tree.update(zip(context, values))
+        return tree
     return _pytree.SUPPORTED_NODES[type(node)].unflatten_fn(values, context)

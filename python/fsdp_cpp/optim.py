@@ -33,9 +33,15 @@ class AdamW(torch.optim.AdamW):
             # Parameters, gradients, both moments, largest second moments, steps.
             lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
             has_complex = self._init_group(group, *lists)
+            params, grads, moments, squares, largest, steps = ([_local(one) for one in each] for each in lists)
             beta1, beta2 = group["betas"]
             adamw(
-                *[[_local(tensor) for tensor in tensors] for tensors in lists],
+                params,
+                grads,
+                moments,
+                squares,
+                largest,
+                steps,
                 amsgrad=group["amsgrad"],
                 beta1=beta1,
                 beta2=beta2,
