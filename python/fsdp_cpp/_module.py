@@ -150,8 +150,15 @@ class FSDPModule(torch_fsdp.FSDPModule):
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
     ) -> None:
         """The hook gets the reduced gradients as one flat tensor, and may reduce them further."""
-        on_cpu = isinstance(stream, torch.cpu.Stream)  # which stands for no stream
-        self._engine().set_all_reduce_hook(hook, None if on_cpu else stream)
+        if not isinstance(stream, torch.cpu.Stream):  # which the engine does not know
+            self._engine().set_all_reduce_hook(hook, stream, False)
+            return
+
+        def on_stream(flat: torch.Tensor) -> None:
+            with torch.cpu.stream(stream):
+                hook(flat)
+
+        self._engine().set_all_reduce_hook(on_stream, None, True)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Takes the buffers of collectives from the process group, if it has an allocator."""

@@ -151,8 +151,11 @@ void bind_state(py::module_& m) {
             state.handle().set_custom_reduce_scatter(python_reduce_scatter(std::move(comm)));
           })
       .def(
-          "set_all_reduce_hook",
-          [](const ModuleState& state, py::object hook, std::optional<c10::Stream> stream) {
+          "set_all_reduce_hook", [](const ModuleState& state, py::object hook,
+                                    std::optional<c10::Stream> stream, bool on_cpu) {
+            if (on_cpu) {
+              stream = c10::Stream(c10::Stream::DEFAULT, c10::Device(at::kCPU));
+            }
             state.handle().set_all_reduce_hook(python_all_reduce_hook(std::move(hook)), stream);
           });
   m.def("share_comm_ctx", [](const States& modules) { share_comm_ctx(handles_of(modules)); });

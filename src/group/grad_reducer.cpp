@@ -324,7 +324,7 @@ void GradReducer::set_all_reduce_hook(
     std::function<void(at::Tensor&)> hook, OptionalStream stream) {
   TORCH_CHECK_VALUE(!stream || !replicas_, "stream cannot be set when using native HSDP");
   all_reduce_hook_ = std::move(hook);
-  all_reduce_hook_stream_ = stream;
+  all_reduce_hook_stream_ = stream && has_streams(stream->device()) ? stream : std::nullopt;
 }
 
 void GradReducer::set_separate_group(bool enable) {

@@ -172,6 +172,9 @@ def all_reduce_hook():
             seen.append(("hook", flat.clone()))
             flat.mul_(2)
 
+        module = torch.get_device_module(DEVICE)
+        model[1].set_all_reduce_hook(hook, stream=module.Stream())
+        train(engine, model, seen)
         model[1].set_all_reduce_hook(hook)
         train(engine, model, seen)
         model[1].set_all_reduce_hook(None)
