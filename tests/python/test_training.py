@@ -166,25 +166,25 @@ def test_divide_factors(ranks):
     ranks(2).run(divide_factors)
 
 
-def all_reduce_hook():
+def all_reduce_hook(on_stream):
     def run(engine, model, seen):
         def hook(flat):
             seen.append(("hook", flat.clone()))
             flat.mul_(2)
 
-        module = torch.get_device_module(DEVICE)
-        model[1].set_all_reduce_hook(hook, stream=module.Stream())
+        stream = torch.get_device_module(DEVICE).Stream() if on_stream else None
+        model[1].set_all_reduce_hook(hook, stream=stream)
         train(engine, model, seen)
-        model[1].set_all_reduce_hook(hook)
-        train(engine, model, seen)
-        model[1].set_all_reduce_hook(None)
-        train(engine, model, seen)
+        if not on_stream:  # torch's engine refuses a stream without a hook
+            model[1].set_all_reduce_hook(None)
+            train(engine, model, seen)
 
     compare(sharded_mlps, run)
 
 
-def test_all_reduce_hook(ranks):
-    ranks(2).run(all_reduce_hook)
+@pytest.mark.parametrize("on_stream", [False, True])
+def test_all_reduce_hook(ranks, on_stream):
+    ranks(2).run(all_reduce_hook, on_stream)
 
 
 class Gather:
