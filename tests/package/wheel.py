@@ -30,8 +30,10 @@ try:
     run(python, *pip, "install", *more, f"torch=={torch.__version__.split('+')[0]}", "numpy")
 except subprocess.CalledProcessError:
     sys.exit(77)
-# Without isolation, pip builds with the tools and the torch of this interpreter.
-run(sys.executable, *pip, "wheel", source, "--no-build-isolation", "--no-deps", "-w", work, f"-Cbuild-dir={work}/build")
+# Without isolation, pip builds with the tools and the torch of this interpreter. Code that is not optimised is
+# compiled in less time.
+settings = (f"-Cbuild-dir={work}/build", "-Ccmake.define.CMAKE_CXX_FLAGS_RELEASE=-O0")
+run(sys.executable, *pip, "wheel", source, "--no-build-isolation", "--no-deps", "-w", work, *settings)
 (wheel,) = work.glob("fsdp_cpp-*.whl")
 run(python, *pip, "install", "--no-deps", wheel)
 launcher = (python, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
