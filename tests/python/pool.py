@@ -5,6 +5,7 @@ With FSDP_TEST_DEVICE=cuda they talk over NCCL, and all use the first GPU if the
 
 from __future__ import annotations
 
+import datetime
 import faulthandler
 import multiprocessing
 import os
@@ -35,7 +36,13 @@ def _join(rank: int, size: int, port: int | None) -> None:
     if DEVICE == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"  # gloo is for parameters on the host, and for DCP
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=TIME_LIMIT - 20),  # so that a collective that hangs says so
+    )
 
 
 def _serve(rank: int, size: int, port: int | None, pipe) -> None:
