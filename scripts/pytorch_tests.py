@@ -33,17 +33,14 @@ def prepare() -> None:
     import torch
     import torch.testing._internal.common_distributed as common_distributed
 
-    def never_skip(_count: int, **_options: object):
-        return lambda test: test
-
-    common_distributed.skip_if_lt_x_gpu = never_skip
+    common_distributed.skip_if_lt_x_gpu = lambda *_, **__: lambda test: test
     import torch.testing._internal.common_fsdp as common_fsdp
 
     common_fsdp.DEVICE_COUNT = world
     torch.accelerator.device_count = lambda: max(world, 8)  # else tests of more ranks are skipped
     if not torch.cuda.is_available():
         torch.cpu.device_count = lambda: world
-        ddp = importlib.import_module("torch.distributed._composable.replicate")  # its package has a function of this name
+        ddp = importlib.import_module("torch.distributed._composable.replicate")  # `import as` gives the function
         replicate = ddp.replicate
         ddp.replicate = functools.wraps(replicate)(lambda *args, device_ids=None, **rest: replicate(*args, **rest))
     if os.environ["FSDP_TEST_ENGINE"] == "fsdp_cpp":
@@ -73,6 +70,7 @@ def run(arguments: list[str], options: argparse.Namespace) -> tuple[int | None, 
 
 
 def list_tests(file: str) -> None:
+    importlib.import_module(file)  # says why it cannot
     for suite in unittest.defaultTestLoader.loadTestsFromName(file):
         for test in suite:  # type: ignore[union-attr]
             print(f"TEST {test.id()}")
@@ -116,7 +114,8 @@ def main() -> int:
     counts = {each: list(results.values()).count(each) for each in ("passed", "failed", "too long", "skipped")}
     print(f"{len(results)} tests: " + ", ".join(f"{count} {each}" for each, count in counts.items()))
     before = json.loads(options.baseline.read_text()) if options.baseline else {}
-    worse = [test for test in results if before.get(test) == "passed" and results[test] != "passed"]
+    passed = [test for test, was in before.items() if was == "passed" and re.search(options.k, test)]
+    worse = [test for test in passed if results.get(test) != "passed"]
     if before:
         print(f"{len(worse)} passed in the baseline and do not here: {' '.join(worse)}")
     return 1 if worse else 0

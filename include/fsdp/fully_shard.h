@@ -207,8 +207,8 @@ FSDP_API void share_comm_ctx(const std::vector<FSDPModule>& modules);
 /// The parameters at and below `module` that are sharded or divided, by name, each one once.
 FSDP_API torch::OrderedDict<std::string, DTensor> named_dtensors(ModuleRef module);
 
-/// Returns the plan of the sharded modules at and below `module`, which is taken for the root of
-/// the forward. Needs no step, and no memory: `module` may be on the meta device.
+/// Returns the plan of the sharded modules at and below `module`, whose forward you call. Runs no
+/// step and needs no memory: `module` may be on the meta device.
 FSDP_API ShardingPlan sharding_plan(ModuleRef module);
 
 } // namespace fsdp

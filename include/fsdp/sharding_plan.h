@@ -9,13 +9,14 @@
 namespace fsdp {
 
 /// What a sharded module will take: the memory of its parameters, and what a step sends. A step is
-/// one forward and one backward that use every parameter. Bytes are those of one rank.
+/// one forward and one backward that use every parameter and reduce all gradients. Bytes are those
+/// of one rank. Frozen parameters may be gathered less often.
 struct FSDP_API ShardingPlan {
   /// Parameters that are gathered and reduced together.
   struct Group {
-    std::string module;         // name from the root; "" is the root, "a, b" two modules
-    int64_t num_params = 0;     // how many parameters, not their elements
-    int64_t numel = 0;          // elements of the whole parameters
+    std::string module;     // name from the root; "" is the root, "a, b" two modules
+    int64_t num_params = 0; // how many parameters, not their elements
+    int64_t numel = 0; // elements of the whole parameters; of tensor parallelism, this rank's part
     int64_t shard_bytes = 0;    // while sharded, with padding
     int64_t gathered_bytes = 0; // while gathered, in the dtype of compute, before alignment
     int64_t padding_bytes = 0;  // in `gathered_bytes`, so that all ranks have the same

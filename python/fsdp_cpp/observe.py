@@ -17,13 +17,16 @@ from ._state import state_of
 
 
 def sharding_plan(module: nn.Module) -> _C.ShardingPlan:
-    """What the sharded modules at and below `module` will take, which is taken for the root of the forward.
+    """What the sharded modules at and below `module` will take. `module` is the one whose forward you call.
 
     That is the memory of the parameters, and what a step of one forward and one backward sends. `print(plan)` shows
-    a table, and `plan.groups` has its numbers. It needs no step, and no memory: `module` may be on the meta device.
+    a table, and `plan.groups` has its numbers. It runs no step and needs no memory: `module` may be on the meta device.
     """
     named = ((name, state_of(each)) for name, each in module.named_modules())
-    return _C.sharding_plan([(name, state.engine) for name, state in named if state is not None])
+    sharded = [(name, state.engine) for name, state in named if state is not None]
+    if not sharded:
+        raise ValueError(f"nothing in this {type(module).__name__} is sharded; call fully_shard first")
+    return _C.sharding_plan(sharded)
 
 
 @dataclasses.dataclass(frozen=True)

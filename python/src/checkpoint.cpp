@@ -5,7 +5,6 @@
 
 #include <future>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -48,16 +47,14 @@ DTensor dtensor_of(
   return DTensor::from_local(std::move(local), mesh, std::move(all), std::move(sizes));
 }
 
-/// Returns the values that are not tensors. Those are filled.
+/// Fills the tensors. Returns the other values.
 Items load_into(Items items, const std::string& path, bool strict, bool verify) {
   auto state = state_of(std::move(items));
   load(state, path, {.strict = strict, .verify = verify});
   Items values;
   for (const auto& item : state) {
-    const bool is_plain = std::visit(
-        [](const auto& value) { return !std::is_class_v<std::decay_t<decltype(value)>>; },
-        item.second);
-    if (is_plain || std::holds_alternative<std::string>(item.second)) {
+    if (!std::holds_alternative<at::Tensor>(item.second) &&
+        !std::holds_alternative<DTensor>(item.second)) {
       values.push_back(item);
     }
   }
@@ -73,6 +70,7 @@ void bind_checkpoints(py::module_& m) {
   py::class_<std::shared_future<void>>(m, "SaveUnderWay")
       .def("result", [](const std::shared_future<void>& future) { future.get(); }, Unlocking());
   m.def("enter_world", &enter_world);
+  m.def("leave_world", &leave_world);
   m.def(
       "save",
       [](Items items, const std::string& path, bool overwrite) {

@@ -82,7 +82,7 @@ void bind_plans(py::module_& m) {
   py::class_<ShardingPlan>(m, "ShardingPlan")
       .def_readonly("groups", &ShardingPlan::groups)
       .def("total", &ShardingPlan::total)
-      .def("__str__", &ShardingPlan::str);
+      .def("__repr__", &ShardingPlan::str);
   m.def("sharding_plan", &plan_of);
 }
 

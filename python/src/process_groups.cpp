@@ -301,6 +301,10 @@ void enter_world(
   detail::set_process_context(known.context);
 }
 
+void leave_world() {
+  detail::set_process_context(nullptr);
+}
+
 GivenGroup given_group(const ProcessGroup& group) {
   const auto* backend = dynamic_cast<const GivenBackend*>(group.backend().get());
   TORCH_CHECK(backend, "group '", group.name(), "' of one rank has no counterpart in Python");

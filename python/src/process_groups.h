@@ -41,6 +41,9 @@ void enter_world(
     const c10::intrusive_ptr<c10d::Store>& store,
     const std::string& device_type);
 
+/// There is no world any more, for functions that would be collective over it.
+void leave_world();
+
 /// Sets the function that makes a group of Python for a list of world ranks.
 void set_new_group(py::object function);
 

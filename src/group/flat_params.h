@@ -85,6 +85,10 @@ class FlatParams {
   std::string describe() const;
   /// What the parameters take, without traffic.
   ShardingPlan::Group plan() const;
+  /// What neighbours gather, with the alignment of the parameters.
+  int64_t neighbour_gather_bytes() const {
+    return whole_ ? static_cast<int64_t>(whole_->tensor().nbytes()) : 0;
+  }
   /// Calls `visit` for every tensor that may have memory, shards first. A tensor may be undefined,
   /// and two may share a storage.
   void visit_memory(const MemoryVisitor& visit) const;

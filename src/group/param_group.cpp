@@ -93,8 +93,13 @@ void FSDPParamGroup::log_layout() const {
 ShardingPlan::Group FSDPParamGroup::plan() const {
   auto plan = flat_.plan();
   if (!flat_.alone()) {
-    plan.all_gathers = ranks_after_forward_ == 0 ? 1 : 2; // backward gathers what forward has freed
-    plan.all_gather_bytes = plan.all_gathers * plan.gathered_bytes;
+    plan.all_gathers = 1;
+    plan.all_gather_bytes = plan.gathered_bytes;
+    if (ranks_after_forward_ > 0) { // backward gathers what forward has freed
+      ++plan.all_gathers;
+      plan.all_gather_bytes +=
+          ranks_after_forward_ == size() ? plan.gathered_bytes : flat_.neighbour_gather_bytes();
+    }
   }
   reducer_->add_to(plan);
   return plan;

@@ -344,7 +344,11 @@ torch::OrderedDict<std::string, DTensor> named_dtensors(ModuleRef module) {
 }
 
 ShardingPlan sharding_plan(ModuleRef module) {
-  return FSDPState::plan_of(detail::subtree_of(*module));
+  auto plan = FSDPState::plan_of(detail::subtree_of(*module));
+  TORCH_CHECK_VALUE(
+      !plan.groups.empty(), "[sharding_plan] nothing in this ", detail::type_name(*module),
+      " is sharded; call fully_shard first");
+  return plan;
 }
 
 } // namespace fsdp

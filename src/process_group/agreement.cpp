@@ -42,8 +42,8 @@ bool all_rows_equal(const at::Tensor& all) {
   return all.equal(all[0].expand_as(all));
 }
 
-/// Hides the thread's profiler. A Work of gloo holds the profiler of its caller, and torch crashes
-/// if the Work is dropped after the profiler has ended.
+/// Hides the thread's debug info, which has the profiler. A Work of gloo holds the profiler of its
+/// caller, and torch crashes if the Work is dropped after the profiler has ended.
 class Unprofiled {
  public:
   Unprofiled() {

@@ -383,17 +383,27 @@ void FSDPState::reset_all(StateContext& context, CommContext& comm, bool drop_gr
 ShardingPlan FSDPState::plan_of(const Subtree& tree) {
   ShardingPlan plan;
   std::unordered_map<const FSDPState*, size_t> first_group; // of a state that was seen
+  std::vector<std::string> roots; // whose forward is not inside that of another one
+  const auto is_root = [&](const std::string& name) {
+    return std::none_of(roots.begin(), roots.end(), [&](const std::string& root) {
+      return root.empty() || name.starts_with(root + ".");
+    });
+  };
   for (const auto& node : tree.nodes) {
     const auto& state = *node.state;
+    const bool keeps = is_root(node.name) && state.auto_reshard_after_forward;
+    if (is_root(node.name)) {
+      roots.push_back(node.name);
+    }
     const auto [seen, is_new] = first_group.emplace(&state, plan.groups.size());
     for (size_t i = 0; i < state.groups().size(); ++i) {
       if (is_new) {
         plan.groups.push_back(state.groups()[i]->plan());
         auto& group = plan.groups.back();
         group.module = node.name;
-        if (node.name.empty() && state.auto_reshard_after_forward) {
-          group.all_gather_bytes /= std::max<int64_t>(group.all_gathers, 1); // forward's is kept
-          group.all_gathers = std::min<int64_t>(group.all_gathers, 1);
+        if (keeps && group.all_gathers > 1) { // what forward gathers is kept
+          group.all_gathers = 1;
+          group.all_gather_bytes = group.gathered_bytes;
         }
       } else {
         plan.groups[seen->second + i].module += ", " + node.name;

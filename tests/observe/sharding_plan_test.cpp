@@ -93,6 +93,25 @@ TEST(ShardingPlan, IsWhatAStepDoes) {
   }
 }
 
+TEST(ShardingPlan, KeepsTheParametersOfTheTopmostShardedModules) {
+  run_ranks(2, [](int) {
+    auto net = seeded<Stack>();
+    fully_shard(net->first);
+    fully_shard(net->second);
+    const auto plan = sharding_plan(net);
+    const CommDebugMode mode;
+    net(random_batch(1, {4, 6})).sum().backward();
+    EXPECT_EQ(mode.count("all_gather"), plan.total().all_gathers);
+    EXPECT_EQ(mode.bytes("all_gather"), plan.total().all_gather_bytes);
+    EXPECT_EQ(plan.total().all_gathers, 2);
+    EXPECT_THROW((void)sharding_plan(net->head), c10::ValueError);
+  });
+}
+
+TEST(ShardingPlan, WithNeighbours) {
+  run_ranks(4, [](int) { check_plan({.reshard_after_forward = 2}); });
+}
+
 TEST(ShardingPlan, WithReplicas) {
   run_ranks(4, [](int) {
     const auto mesh = init_device_mesh(torch::kCPU, {2, 2}, {"replicate", "shard"});

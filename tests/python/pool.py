@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import socket
@@ -61,6 +62,7 @@ def _serve(rank: int, size: int, port: int | None, pipe) -> None:
         except BaseException:
             pipe.send(traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
+        gc.collect()  # the next test does not see this one's models
     dist.destroy_process_group()
 
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 import fsdp_cpp
@@ -166,14 +167,22 @@ def refused(folder):
     mesh = mesh_of()
     sums = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     for tree, kind, text in [
-        ({"a": {"b": object()}}, TypeError, "'a.b' is a object"),
+        ({"a": {"b": object()}}, TypeError, "'a.b' has type object"),
+        ({"a": TwoTensor(torch.ones(2), torch.ones(2))}, TypeError, "'a' is a TwoTensor"),
+        ({"a": torch.ones(2).to_sparse()}, TypeError, "'a' is a Tensor of layout torch.sparse_coo"),
         ({"a": 2**80}, ValueError, "more than 64 bits"),
-        ({"a.b": 1, "a": {"b": 2}}, Exception, "a.b"),
+        ({"a.b": 1, "a": {"b": 2}}, ValueError, "two values have the key 'a.b'"),
         ({"sum": sums}, ValueError, "'sum' is a sum that is not complete"),
     ]:
         with pytest.raises(kind, match=text):
             fsdp_cpp.save(tree, f"{folder}/bad")
         assert not os.path.exists(f"{folder}/bad")
+    mine = object() if dist.get_rank() == 1 else 1  # the other rank must not wait for this one
+    for function in (fsdp_cpp.save, fsdp_cpp.load):
+        with pytest.raises((TypeError, RuntimeError), match="'a' has type object"):
+            function({"a": mine}, f"{folder}/bad")
+        with pytest.raises(ValueError, match="different paths: rank 0 has .*0, rank 1 has .*1"):
+            function({"a": 1}, f"{folder}/{dist.get_rank()}")
     with pytest.raises(RuntimeError, match="overwrite"):
         fsdp_cpp.save({"model": state}, f"{folder}/good", overwrite=False)
     with pytest.raises(RuntimeError, match="model.more"):
