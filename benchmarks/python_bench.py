@@ -23,6 +23,7 @@ import fsdp_cpp.optim
 HEADS = 4
 VOCABULARY = 256
 PHASES = ["forward", "backward", "forward and backward", "optimizer", "step"]
+COLLECTIVES = "plain, and the collectives"
 SIDES = {
     "plain": (None, torch.optim.AdamW),
     "FSDP2": (torch_fully_shard, torch.optim.AdamW),
@@ -31,12 +32,62 @@ SIDES = {
 }
 
 
+class Collectives:
+    """The collectives of a sharded model beside a plain one: what remains of a step if an engine costs nothing."""
+
+    def __init__(self, model, mesh):
+        blocks = list(model.blocks)
+        in_blocks = {param for block in blocks for param in block.parameters()}
+        root = [param for param in model.parameters() if param not in in_blocks]
+        ranks = mesh.size()
+        # Of each block, and of the rest: the shard and the whole.
+        self.buffers = []
+        for params in [*[list(block.parameters()) for block in blocks], root]:
+            numel = sum(-(-param.numel() // ranks) for param in params)
+            self.buffers.append([torch.zeros(numel * n, device=mesh.device_type) for n in (1, ranks)])
+        self.gathers, self.reductions = {}, []
+        model.register_forward_pre_hook(lambda *_: self.before_forward(len(blocks)))
+        for i, block in enumerate(blocks):
+            block.register_forward_pre_hook(lambda *_, i=i: self.before_forward(i))
+            block.register_full_backward_pre_hook(lambda *_, i=i: self.before_backward(i))
+            block.register_full_backward_hook(lambda *_, i=i: self.reduce(i))
+
+    def gather(self, i):
+        shard, whole = self.buffers[i]
+        return dist.all_gather_into_tensor(whole, shard, async_op=True)
+
+    def before_forward(self, i):
+        self.gather(i).wait()
+
+    def before_backward(self, i):
+        """Waits for this block's gather, and starts the one of the block before it."""
+        (self.gathers.pop(i, None) or self.gather(i)).wait()
+        if i > 0:
+            self.gathers[i - 1] = self.gather(i - 1)
+
+    def reduce(self, i):
+        self.finish()
+        shard, whole = self.buffers[i]
+        self.reductions.append(dist.reduce_scatter_tensor(shard, whole, async_op=True))
+
+    def finish(self):
+        while self.reductions:
+            self.reductions.pop().wait()
+
+    def end_backward(self):
+        self.reduce(len(self.buffers) - 1)
+        self.finish()
+
+
 class Side:
     def __init__(self, options, fully_shard, optimizer, mesh, now):
         self.now = now
+        self.end_backward = lambda: None
         self.model = Transformer(options.dim, options.layers, HEADS, VOCABULARY).to(mesh.device_type)
         fill_parameters(self.model)
-        if fully_shard:
+        if fully_shard is Collectives:
+            self.end_backward = Collectives(self.model, mesh).end_backward
+        elif fully_shard:
             for block in self.model.blocks:
                 fully_shard(block, mesh=mesh, reshard_after_forward=True)
             fully_shard(self.model, mesh=mesh, reshard_after_forward=True)
@@ -48,6 +99,7 @@ class Side:
         loss = loss_of(self.model, self.batch)
         forward = self.now()
         loss.backward()
+        self.end_backward()
         backward = self.now()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -55,12 +107,12 @@ class Side:
         return [forward - begin, backward - forward, backward - begin, end - backward, end - begin]
 
 
-def measure(options, device, now):
+def measure(options, device, now, more=()):
     """The median seconds of each phase, by side."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
-    sides = {name: Side(options, *how, mesh, now) for name, how in SIDES.items()}
+    sides = {name: Side(options, *how, mesh, now) for name, how in (*SIDES.items(), *more)}
     steps = {name: [] for name in sides}
     for _ in range(options.rounds + 1):
         for name, side in sides.items():
@@ -110,7 +162,7 @@ def real_step(rank, options):
         torch.cuda.set_device(rank % torch.cuda.device_count())
         backend, now = "nccl", synchronized
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{options.port}", rank=rank, world_size=options.ranks)
-    result = measure(options, options.device, now)
+    result = measure(options, options.device, now, [(COLLECTIVES, (Collectives, torch.optim.AdamW))])
     if rank == 0:
         show(f"A step of {options.ranks} ranks over {backend}, {options.layers} blocks of dim {options.dim}", result)
     dist.barrier()
