@@ -99,10 +99,10 @@ class GroupPlan:
 
     module: str  # name from the root; "" is the root, "a, b" two modules
     num_params: int  # how many parameters, not their elements
-    numel: int  # elements of the whole parameters
+    numel: int  # elements of the whole parameters; of tensor parallelism, this rank's part
     shard_bytes: int  # while sharded, with padding
-    gathered_bytes: int  # while gathered, in the dtype of compute, with padding, before alignment
-    padding_bytes: int  # the padding in `gathered_bytes`
+    gathered_bytes: int  # while gathered, in the dtype of compute, before alignment
+    padding_bytes: int  # in `gathered_bytes`, so that all ranks have the same
     # How many collectives, and the bytes of all of them: of a rank's two buffers, the larger one.
     all_gathers: int
     all_gather_bytes: int

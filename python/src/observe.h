@@ -4,7 +4,7 @@
 
 namespace fsdp::python {
 
-/// Binds memory_stats and Trace.
+/// Binds sharding_plan, memory_stats and Trace.
 void bind_observers(py::module_& m);
 
 } // namespace fsdp::python

@@ -305,8 +305,7 @@ void FlatParams::check_on_host() const {
   TORCH_CHECK(
       elsewhere.empty(),
       "[fully_shard] FSDP parameters should be materialized on CPU when enabling CPU offloading, "
-      "but "
-      "these were moved elsewhere: ",
+      "but these were moved elsewhere: ",
       join(elsewhere), "; do not move the module after fully_shard, or to_empty it on the CPU");
 }
 
