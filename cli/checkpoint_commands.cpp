@@ -66,7 +66,7 @@ void print_table(const std::vector<std::vector<std::string>>& rows, const std::s
     std::string line;
     for (size_t i = 0; i < row.size(); ++i) {
       const std::string gap(widths[i] - std::min(row[i].size(), widths[i]), ' ');
-      line += (i > 0 ? "  " : "") + (right.count(i) ? gap + row[i] : row[i] + gap);
+      line += (i > 0 ? "  " : "") + (right.contains(i) ? gap + row[i] : row[i] + gap);
     }
     line.erase(line.find_last_not_of(' ') + 1);
     std::cout << line << '\n';

@@ -157,6 +157,8 @@ std::string advice_inside(const std::exception& error) {
 
 } // namespace
 
+// Outside of `try`, CLI11 throws only if two options have the same name.
+// NOLINTNEXTLINE(bugprone-exception-escape)
 int main(int argc, char** argv) {
   CLI::App app("Fully sharded data parallel training on LibTorch, without Python.", "fsdp");
   app.set_version_flag(

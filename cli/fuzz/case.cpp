@@ -17,7 +17,9 @@ void visit(const Block& block, int& number, const std::function<void(const Block
 /// Numbers the groups in the order of their blocks, so that each one has blocks of one container.
 class Renumbering {
  public:
-  explicit Renumbering(Case& c) : case_(c), old_(c.groups) {
+  explicit Renumbering(Case& c) : case_(c), old_(c.groups) {}
+
+  void run() {
     old_.resize(std::max<size_t>(1, old_.size()));
     case_.groups = {old_[0]};
     from_ = {0};
@@ -223,7 +225,7 @@ void tidy(Case& c) {
   for (Case before; before != c;) {
     before = c;
     divide_branches(c.root);
-    Renumbering{c};
+    Renumbering(c).run();
     tidy_groups(c);
     tidy_blocks(c, c.root);
     tidy_steps(c);

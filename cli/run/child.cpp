@@ -21,8 +21,6 @@
 #include "cli/files.h"
 #include "cli/invocation.h"
 
-extern char** environ;
-
 namespace fsdp::cli {
 
 namespace {
@@ -48,7 +46,7 @@ std::vector<std::string> merged(const std::map<std::string, std::string>& extra)
   std::vector<std::string> result;
   for (char** entry = environ; *entry; ++entry) {
     const std::string text = *entry;
-    if (!extra.count(text.substr(0, text.find('=')))) {
+    if (!extra.contains(text.substr(0, text.find('=')))) {
       result.push_back(text);
     }
   }

@@ -62,10 +62,10 @@ std::vector<std::string> draw_curve(
   }
   const int across = options.unicode ? 2 : 1; // points per character
   const int down = options.unicode ? 4 : 1;
-  const auto points = resampled(finite, static_cast<size_t>(options.width * across));
+  const auto width = static_cast<size_t>(options.width);
+  const auto points = resampled(finite, width * across);
   const auto [low, high] = std::minmax_element(points.begin(), points.end());
   const auto range = std::max(*high - *low, 1e-12);
-  const auto width = static_cast<size_t>(options.width);
   std::vector<std::vector<uint8_t>> cells(options.height, std::vector<uint8_t>(width));
   for (size_t x = 0; x < points.size(); ++x) {
     const auto y =

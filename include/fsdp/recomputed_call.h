@@ -50,6 +50,7 @@ template <class A>
 using PassedType = std::conditional_t<decays<A>, std::decay_t<A>, A>;
 
 template <class... P>
+// NOLINTNEXTLINE(misc-redundant-expression): two parameters may be of one type
 inline constexpr bool can_repeat = ((!decays<P> && is_safe_to_copy<std::decay_t<P>>) && ...);
 
 /// The call `again.call<P...>(args...)` with copies of the arguments as they are now. P are the
