@@ -32,6 +32,8 @@ target_compile_options(
             # GCC takes the files of a unit for headers, in which a field of a type from an
             # anonymous namespace would be a mistake.
             $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>
+            # An update of the system gives its headers other times, mostly without a change.
+            "$<$<CXX_COMPILER_ID:Clang>:SHELL:-Xclang -fno-pch-timestamp>"
             $<$<CXX_COMPILER_ID:GNU>:-Winvalid-pch -Werror=invalid-pch -fpch-preprocess>)
 if(FSDP_SANITIZE)
   include(CheckCXXSourceCompiles)
