@@ -73,11 +73,12 @@ class JsonBuilder : public nlohmann::json_sax<json> {
   }
 
  private:
-  void put(json value) {
+  void put(json&& value) {
     if (!open_.empty() && open_.back()->is_array()) {
-      next_ = &open_.back()->emplace_back();
+      next_ = &open_.back()->get_ref<json::array_t&>().emplace_back(std::move(value));
+    } else {
+      *next_ = std::move(value);
     }
-    *next_ = std::move(value);
   }
   /// Called when `value`, the last one of its parent, is complete.
   bool ended(json& value) {
@@ -91,11 +92,11 @@ class JsonBuilder : public nlohmann::json_sax<json> {
     }
     return true;
   }
-  bool add(json value) {
+  bool add(json&& value) {
     put(std::move(value));
     return ended(*next_);
   }
-  bool open(json value) {
+  bool open(json&& value) {
     constexpr size_t kMaxDepth = 32;
     FSDP_CHECK_AS(
         CheckpointError, open_.size() < kMaxDepth, file_, ": its JSON is nested too deep");
@@ -145,10 +146,11 @@ std::string json_text(const json& value, const std::string& file) {
 }
 
 const json& json_field(const json& object, const char* key, const std::string& file) {
+  const auto found = object.find(key); // the end if it is not an object
   FSDP_CHECK_AS(
-      CheckpointError, object.is_object() && object.contains(key), file, ": there is no '", key,
+      CheckpointError, found != object.end(), file, ": there is no '", key,
       "' where one has to be");
-  return object.at(key);
+  return *found;
 }
 
 std::string json_string(const json& value, const char* what, const std::string& file) {

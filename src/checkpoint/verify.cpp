@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <map>
+#include <unordered_map>
 #include <unordered_set>
 
 #include <fsdp/checkpoint_tools.h>
@@ -113,10 +114,11 @@ class Verifier {
     ++report_.num_files;
     attempt([&] {
       const auto file = File::open(path);
+      const auto file_bytes = file.size();
       attempt([&] { compare_header(file, pieces); });
       for (const auto& [tensor, piece] : pieces) {
         attempt([&, tensor = tensor, piece = piece] {
-          check_fits(path, file.size(), *tensor, *piece);
+          check_fits(path, file_bytes, *tensor, *piece);
           const auto bytes = tensor_bytes(piece->box.sizes, tensor->dtype).value();
           read_blocks(file, piece->offset, bytes, piece->crcs, tensor->name);
         });
@@ -129,7 +131,7 @@ class Verifier {
   void compare_header(const File& file, const std::vector<PieceOf>& pieces) {
     const auto name = file.path().string();
     const auto header = read_safetensors(file);
-    std::map<std::string_view, const SafetensorsEntry*> entries;
+    std::unordered_map<std::string_view, const SafetensorsEntry*> entries;
     for (const auto& entry : header.entries) {
       entries[entry.name] = &entry;
     }

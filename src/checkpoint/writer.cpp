@@ -131,9 +131,9 @@ SafetensorsHeader shard_header(
     std::vector<SafetensorsEntry> entries,
     const std::map<std::string, std::vector<int64_t>>& offsets,
     const std::string& file) {
-  auto info = json::object();
+  json::object_t info;
   for (const auto& [name, place] : offsets) {
-    info[name] = {{"saved_offsets", place}};
+    info.emplace_hint(info.end(), name, json::object_t{{"saved_offsets", place}});
   }
   return {
       std::move(entries),
