@@ -29,9 +29,9 @@ inline std::string text_file() {
 /// Options of such a run, which saves where it likes.
 inline std::vector<std::string> tiny_options(
     const std::string& data, const std::vector<std::string>& more = {}) {
-  std::vector<std::string> words{"train",    "--data",    data,   "--dim",   "32",
-                                 "--layers", "2",         "--lr", "1e-2",    "--batch",
-                                 "8",        "--context", "32",   "--steps", "30"};
+  std::vector<std::string> words{"train", "--data",  data,   "--dim",    "32", "--layers",
+                                 "2",     "--lr",    "1e-2", "--batch",  "8",  "--context",
+                                 "32",    "--steps", "30",   "--device", "cpu"};
   words.insert(words.end(), more.begin(), more.end());
   return words;
 }

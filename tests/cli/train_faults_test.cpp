@@ -217,5 +217,75 @@ TEST(TrainSignals, ASignalThatTimeoutSendsTwiceIsOne) {
   EXPECT_TRUE(contains(ended.output, "stopped   by SIGTERM after step ")) << ended.output;
 }
 
+// ------------------------------------------------------------ Slow disks, clocks that jump
+
+/// Runs the tool with fault_shim.cpp, whose variables are `faults`. LD_PRELOAD cannot name a path
+/// with a space, so the library is copied.
+Ended run_with_faults(
+    const std::string& faults, const std::string& words, const std::string& then) {
+  const auto library = temporary_folder() + "/shim.so";
+  return run_script(
+      "cp " FSDP_BIN_DIR "/fault_shim.so " + library + "; export " + faults +
+      " LD_PRELOAD=" + library + " ASAN_OPTIONS=verify_asan_link_order=0; " + kTool + words + then);
+}
+
+/// The losses of a run's steps, to the last bit.
+std::vector<double> losses_of(const std::string& run_folder) {
+  std::vector<double> losses;
+  for (const auto& line : metrics_of(run_folder)) {
+    losses.push_back(line["loss"]);
+  }
+  EXPECT_FALSE(losses.empty()) << run_folder;
+  return losses;
+}
+
+/// A run over two processes that saves often.
+std::string saving_run(const std::string& data, const std::string& folder, const char* steps) {
+  return joined({"run", "-n", "2", "--", kTool}) +
+         joined(tiny_options(
+             data, {"--run", folder, "--steps", steps, "--save-every", "5", "--warmup", "2",
+                    "--schedule", "constant"}));
+}
+
+TEST(SlowDisk, TrainingGoesOnBesideASave) {
+  const auto data = text_file();
+  const auto folder = temporary_folder();
+  const auto plain = run_script(kTool + saving_run(data, folder + "/plain", "20"));
+  const auto slow =
+      run_with_faults("FSDP_TEST_SYNC_MS=300", saving_run(data, folder + "/slow", "20"), "");
+  EXPECT_EQ(slow.exit_code, 0) << slow.output;
+  EXPECT_EQ(losses_of(folder + "/slow"), losses_of(folder + "/plain"));
+  const auto verified = run({"verify", folder + "/slow"});
+  EXPECT_EQ(verified.exit_code, 0) << verified.output;
+}
+
+TEST(SlowDisk, ASignalWaitsForTheSaveAndLosesNothing) {
+  const auto data = text_file();
+  const auto folder = temporary_folder() + "/run";
+  const auto ended = run_with_faults(
+      "FSDP_TEST_SYNC_MS=300", saving_run(data, folder, "100000"),
+      " & for i in {1..1500}; do [ -s " + folder +
+          "/metrics.jsonl ] && break; sleep 0.02; done; kill -TERM $!; wait $!");
+  EXPECT_EQ(ended.exit_code, 143) << ended.output;
+  const auto done = metrics_of(folder).size();
+  const auto rest =
+      run({"train", "--resume", folder, "--steps", std::to_string(done + 1), "--quiet"});
+  EXPECT_EQ(rest.exit_code, 0) << rest.output;
+  EXPECT_EQ(metrics_of(folder).size(), done + 1);
+}
+
+TEST(Clock, JumpsChangeNothing) {
+  const auto data = text_file();
+  const auto folder = temporary_folder();
+  const auto plain = run_script(kTool + saving_run(data, folder + "/plain", "60"));
+  EXPECT_EQ(plain.exit_code, 0) << plain.output;
+  for (const char* steps : {"30", "60"}) { // the second one goes on from the newest checkpoint
+    const auto jumping = run_with_faults(
+        "FSDP_TEST_CLOCK_JUMPS=1", saving_run(data, folder + "/jumping", steps) + " --go-on", "");
+    EXPECT_EQ(jumping.exit_code, 0) << jumping.output;
+  }
+  EXPECT_EQ(losses_of(folder + "/jumping"), losses_of(folder + "/plain"));
+}
+
 } // namespace
 } // namespace fsdp::test
