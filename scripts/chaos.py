@@ -7,10 +7,12 @@ rounding if the number of ranks changed on the way. The seed decides the order o
 moments. docs/reliability.md says what is promised for each fault.
 """
 import argparse
+import concurrent.futures
 import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import socket
@@ -118,18 +120,19 @@ class Job:
                 raise Broken('the job does not end') from None
         return codes
 
-    def signal(self, number):
-        for launcher in self.launchers:
-            launcher.send_signal(number)
-
-    def end_in_time(self, number):
-        """Sends a signal to the launchers and expects that everything ends soon."""
+    def end_in_time(self, number, ranks_too=False):
+        """Sends a signal to the launchers, or to the ranks, too, as a terminal does. Expects that
+        everything ends soon, and returns after how many seconds it did."""
         ranks = self.rank_pids()
-        self.signal(number)
         sent = time.monotonic()
+        for launcher in self.launchers:
+            if launcher.poll() is None:
+                (os.killpg if ranks_too else os.kill)(launcher.pid, number)
         self.wait()
-        expect(time.monotonic() - sent < IN_TIME, f'alive {IN_TIME} s after a signal')
+        took = time.monotonic() - sent
+        expect(took < IN_TIME, f'alive {IN_TIME} s after a signal')
         expect(not any(os.path.exists(f'/proc/{pid}') for pid in ranks), 'ranks are left behind')
+        return took
 
     def finish(self):
         """Starts the job again, as a scheduler would, until it is done."""
@@ -268,9 +271,13 @@ def compare(job, reference):
     return worst
 
 
-def make_reference(tool, folder, steps, ranks=2):
+def write_text(folder):
     (folder / 'text').write_text(
         ''.join(f'for (int i = 0; i < {i}; ++i) total += row[i];\n' for i in range(2000)))
+
+
+def make_reference(tool, folder, steps, ranks=2):
+    write_text(folder)
     (folder / 'reference').mkdir()
     job = Job(tool, folder / 'reference', steps)
     subprocess.run([tool, 'run', '-n', str(ranks), '--', *job.train], check=True,
@@ -296,6 +303,76 @@ def one_round(number, fault, args, folder, reference):
     print(f'{number:5}  {fault.__name__:22} largest difference {worst:.1e}, '
           f'{time.monotonic() - start:.1f} s', flush=True)
     shutil.rmtree(own)
+
+
+def one_signal(number, args, folder, reference, seconds):
+    """Sends a signal at a random moment of a job, and lets the job go on later. Returns the seconds
+    from the signal to the end, and whether the signal came before the last step."""
+    draw = random.Random(f'{args.seed} {number}')
+    own = folder / f'signal-{number}'
+    own.mkdir()
+    job = Job(args.tool, own, args.steps).start()
+    try:
+        time.sleep(draw.uniform(0, seconds))
+        is_early = job.is_running() and job.num_steps() < args.steps
+        sent = draw.choice([signal.SIGINT, signal.SIGTERM])
+        took = job.end_in_time(sent, ranks_too=draw.random() < 0.5)
+        code = job.launchers[0].returncode
+        # A process that has just begun is ended by the system, with a negative code.
+        expect(not is_early or code in (128 + sent, -sent), f'{sent.name} was lost: {own}')
+        job.finish()
+        compare(job, reference)
+    finally:
+        job.kill_all()
+    shutil.rmtree(own)
+    return took, is_early
+
+
+def signal_loop(args, folder):
+    """Signals at random moments, several jobs at a time."""
+    start = time.monotonic()
+    reference = make_reference(args.tool, folder, args.steps)
+    seconds = time.monotonic() - start
+    at_a_time = max(1, (os.cpu_count() or 1) // 2)
+    print(f'a job takes {seconds:.1f} s; {at_a_time} at a time', flush=True)
+    with concurrent.futures.ThreadPoolExecutor(at_a_time) as pool:
+        ended = list(pool.map(lambda number: one_signal(number, args, folder, reference, seconds),
+                              range(args.signals)))
+    took = sorted(seconds for seconds, _ in ended)
+    print(f'{args.signals} signals, {sum(early for _, early in ended)} of them before the last '
+          f'step; none lost, every run went on to the same losses; from signal to end: median '
+          f'{took[len(took) // 2]:.1f} s, longest {took[-1]:.1f} s')
+
+
+def soak(args, folder):
+    """One long run that saves all the time. No process may grow."""
+    write_text(folder)
+    (folder / 'long').mkdir()
+    job = Job(args.tool, folder / 'long', args.soak).start()
+    samples = []
+    while job.is_running():
+        sizes = []
+        for pid in job.rank_pids():
+            try:
+                status = pathlib.Path(f'/proc/{pid}/status').read_text()
+                sizes.append([int(re.search(rf'{key}:\s+(\d+)', status)[1])
+                              for key in ('VmRSS', 'Threads')] +
+                             [len(os.listdir(f'/proc/{pid}/fd'))])
+            except (OSError, TypeError):
+                pass  # the process ends
+        if len(sizes) == job.ranks:
+            samples.append([max(column) for column in zip(*sizes)])
+        time.sleep(0.5)
+    expect(job.wait() == [0], 'the job has failed')
+    expect(len(samples) >= 40, 'the run is too short to see growth: more --soak')
+    quarter = len(samples) // 4
+    early, late = ([max(column) for column in zip(*part)]
+                   for part in (samples[quarter:2 * quarter], samples[-quarter:]))
+    print(f'{args.soak} steps, {args.soak // 20} checkpoints; the largest process in the second '
+          f'and in the last quarter of the run: {early[0]} and {late[0]} KiB, {early[1]} and '
+          f'{late[1]} threads, {early[2]} and {late[2]} open files')
+    expect(late[0] <= 1.02 * early[0] and late[1] <= early[1] and late[2] <= early[2] + 2,
+           'a process has grown')
 
 
 def kill_loop(args, folder):
@@ -344,6 +421,8 @@ def main():
     parser.add_argument('--seed', type=int, default=1, help='[1]')
     parser.add_argument('--steps', type=int, default=150, help='steps of each run [150]')
     parser.add_argument('--kills', type=int, help='instead: kill parts of one long run this often')
+    parser.add_argument('--signals', type=int, help='instead: as many signals at random moments')
+    parser.add_argument('--soak', type=int, help='instead: one run of as many steps, watched')
     parser.add_argument('--pause', type=float, default=6,
                         help='most seconds between two kills [6]')
     parser.add_argument('--faults', help='only those whose name contains this')
@@ -354,6 +433,10 @@ def main():
     try:
         if args.kills:
             kill_loop(args, folder)
+        elif args.signals:
+            signal_loop(args, folder)
+        elif args.soak:
+            soak(args, folder)
         else:
             reference = make_reference(args.tool, folder, args.steps)
             faults = [fault for fault in FAULTS if (args.faults or '') in fault.__name__ and
