@@ -14,6 +14,7 @@
 #include "param/tensor_piece.h"
 #include "support/device.h"
 #include "support/models.h"
+#include "support/ranks.h"
 #include "support/tensors.h"
 
 namespace fsdp::test {

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <fsdp/distributed.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+
+namespace fsdp::test {
+
+/// Ranks are threads, unless FSDP_TEST_BACKEND names a backend. Then a launcher has started this
+/// binary once per rank, and all tests are of that one world:
+///   FSDP_TEST_BACKEND=gloo fsdp run -n 4 -- composition_tests
+inline std::string test_backend() {
+  const char* name = std::getenv("FSDP_TEST_BACKEND");
+  return name ? name : "";
+}
+
+struct TestWorld : testing::Environment {
+  void SetUp() override {
+    if (!test_backend().empty()) {
+      init_process_group({.backend = test_backend(), .timeout = std::chrono::minutes(1)});
+    }
+  }
+  void TearDown() override {
+    if (is_initialized()) {
+      destroy_process_group();
+    }
+  }
+};
+inline testing::Environment* const test_world = testing::AddGlobalTestEnvironment(new TestWorld);
+
+/// Hides fsdp::run_ranks for bodies that are lambdas. Leaves out the body if the launched world has
+/// another number of ranks.
+template <class Body>
+void run_ranks(int num_ranks, const Body& body) {
+  if (test_backend().empty()) {
+    fsdp::run_ranks(num_ranks, body);
+  } else if (num_ranks == get_world_size()) {
+    body(get_rank());
+    default_group().barrier();
+  }
+}
+
+} // namespace fsdp::test
