@@ -51,6 +51,18 @@ function(fsdp_add_test name)
        "LABELS ${arg_LABELS} TIMEOUT ${arg_TIMEOUT} COST ${arg_COST} SOURCES ${sources})\n")
 endfunction()
 
+# fsdp_also_over_gloo(NAME RANKS number): runs the tests of the binary NAME with that many ranks
+# again, as processes over gloo. tests/support/ranks.h says how. Death tests start processes that
+# cannot join.
+function(fsdp_also_over_gloo name ranks)
+  add_test(NAME OverGloo.${name} COMMAND fsdp_cli run -n ${ranks} -- $<TARGET_FILE:${name}>
+                                         --gtest_filter=-*DeathTest.*)
+  set_tests_properties(
+    OverGloo.${name}
+    PROPERTIES LABELS process TIMEOUT 600 COST 4 PROCESSORS 2
+               ENVIRONMENT "FSDP_TEST_BACKEND=gloo;OMP_NUM_THREADS=1")
+endfunction()
+
 # fsdp_add_whole_test(TEST binary arguments...): adds a whole binary as one test on a GPU, because
 # opening the device takes longer than most cases. No other test runs at the same time, because some
 # cases measure time or memory.

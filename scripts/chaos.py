@@ -383,7 +383,8 @@ def kill_loop(args, folder):
     nodes = 2 if own_address() else 1
     job = Job(args.tool, folder / 'long', args.steps, nodes=nodes, ranks=4 // nodes).start()
     kills = {'rank': 0, 'launcher of node 0': 0} | ({'node 1': 0} if nodes == 2 else {})
-    while sum(kills.values()) < args.kills:
+    end = time.monotonic() + 60 * args.minutes
+    while sum(kills.values()) < args.kills and time.monotonic() < end:
         time.sleep(draw.uniform(0.3, args.pause))
         if set(code for code in (one.poll() for one in job.launchers)) == {0}:
             break  # done before its last kill
@@ -429,6 +430,7 @@ def main():
     args = parser.parse_args()
     for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
         os.environ.pop(name, None)
+    os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and several jobs may run
     folder = pathlib.Path(tempfile.mkdtemp(prefix='fsdp-chaos-'))
     try:
         if args.kills:
