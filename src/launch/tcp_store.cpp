@@ -3,8 +3,12 @@
 #include <signal.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <chrono>
+#include <future>
 #include <map>
 #include <mutex>
+#include <string>
+#include <thread>
 #include <utility>
 
 #include "base/check.h"
@@ -16,6 +20,7 @@ namespace fsdp::detail {
 namespace {
 
 constexpr const char* kLoopback = "127.0.0.1";
+constexpr auto kGrace = std::chrono::seconds(1); // c10d looks at its time-out now and then
 
 // c10d writes to the store's socket without MSG_NOSIGNAL, so the end of the server
 // would kill its clients by SIGPIPE. (In Python the interpreter ignores the signal.)
@@ -76,16 +81,25 @@ c10::intrusive_ptr<c10d::Store> connect_store(
   options.port = endpoint.port;
   options.waitWorkers = false;
   options.timeout = timeout;
+  // A store on the loopback address listens on IPv4 only.
+  const auto host = is_loopback(endpoint.host) ? kLoopback : endpoint.host;
+  // If a stranger listens there and does not answer, c10d waits for ever. So another thread asks,
+  // which is left behind then.
+  std::packaged_task<c10::intrusive_ptr<c10d::Store>()> connect(
+      [host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
+  auto connected = connect.get_future();
+  std::thread(std::move(connect)).detach();
+  std::string reason = "somebody listens there, and says nothing";
   try {
-    // A store on the loopback address listens on IPv4 only.
-    return c10::make_intrusive<c10d::TCPStore>(
-        is_loopback(endpoint.host) ? kLoopback : endpoint.host, options);
+    if (connected.wait_for(timeout + kGrace) == std::future_status::ready) {
+      return connected.get();
+    }
   } catch (...) {
-    FSDP_THROW(
-        CommError, "no store answers at ", endpoint.host, ":", endpoint.port, " within ",
-        timeout.count(), " ms: is rank 0 running, and is this its address? (",
-        current_exception_text(), ")");
+    reason = current_exception_text();
   }
+  FSDP_THROW(
+      CommError, "no store answers at ", endpoint.host, ":", endpoint.port, " within ",
+      timeout.count(), " ms: is rank 0 running, and is this its address? (", reason, ")");
 }
 
 } // namespace fsdp::detail

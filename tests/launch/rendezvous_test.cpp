@@ -173,6 +173,12 @@ TEST(Rendezvous, ExplainsAPortInUse) {
   });
   EXPECT_TRUE(contains(message, "port " + std::to_string(taken.port) + " is already in use"));
   EXPECT_TRUE(contains(message, "MASTER_PORT"));
+  // The other ranks of such a job reach somebody who does not answer.
+  const auto other = message_of<CommError>([&] {
+    init_process_group(
+        {.backend = "gloo", .init_method = url, .rank = 1, .world_size = 2, .timeout = kShort});
+  });
+  EXPECT_TRUE(contains(other, "no store answers at " + url.substr(std::string("tcp://").size())));
 }
 
 TEST(Rendezvous, ExplainsAHostThatCannotBeResolved) {
