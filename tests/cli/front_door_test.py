@@ -77,6 +77,12 @@ class FrontDoor(unittest.TestCase):
 
     # --- what is missing
 
+    def test_help_installs_nothing(self):
+        for job in ("build", "test", "python", "install", "format"):
+            run = self.run_script(job, "--help")
+            self.assertEqual(run.returncode, 0, job)
+            self.assertIn("./fsdp test [ctest options]", run.stdout)
+
     def test_without_root_it_lists_exactly_what_is_missing(self):
         self.fake("id", "echo 1000")
         self.fake("apt-get", "exit 0")
