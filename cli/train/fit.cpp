@@ -2,8 +2,7 @@
 
 #include <torch/cuda.h>
 
-#include <cstdlib>
-#include <initializer_list>
+#include <fsdp/launch.h>
 
 #include "cli/check.h"
 #include "cli/config/presets.h"
@@ -83,24 +82,7 @@ std::string find_change(
   return "";
 }
 
-int64_t first_set(std::initializer_list<const char*> names, int64_t otherwise) {
-  for (const auto* name : names) {
-    if (const auto* value = std::getenv(name); value && std::atoll(value) >= 0) {
-      return std::atoll(value);
-    }
-  }
-  return otherwise;
-}
-
 } // namespace
-
-int64_t local_ranks() {
-  return std::max<int64_t>(
-      1, first_set(
-             {"LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE",
-              "MPI_LOCALNRANKS"},
-             1));
-}
 
 Room find_room(const std::string& device, int64_t ranks) {
   Room room{.host = free_host_memory(), .device = {}, .ranks = ranks};
@@ -108,10 +90,8 @@ Room find_room(const std::string& device, int64_t ranks) {
   if (device != "cpu" && devices > 0) {
     room.ranks_per_device = (ranks + devices - 1) / devices;
     // Each process looks at its own device: to look at another one takes memory there.
-    const auto local = first_set(
-        {"LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"}, 0);
-    room.device =
-        free_device_memory(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(local % devices)));
+    const auto index = static_cast<c10::DeviceIndex>(local_rank().rank % devices);
+    room.device = free_device_memory(c10::Device(c10::kCUDA, index));
   }
   return room;
 }

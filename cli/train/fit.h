@@ -19,8 +19,6 @@ struct Room {
 
 /// What is free here now. Call it before a rank allocates. `device` is the option.
 Room find_room(const std::string& device, int64_t ranks);
-/// How many ranks the launcher of this process started on this machine, as far as it says so.
-int64_t local_ranks();
 
 /// Whether the plan of a run fits into a room.
 struct Fit {

@@ -317,7 +317,7 @@ int train(TrainOptions options) {
     check_fit(fit, options.force);
   };
   if (launched) { // the number of ranks is not known before they meet
-    room = find_room(options.device, local_ranks()); // now: no rank has allocated yet
+    room = find_room(options.device, local_rank().num_ranks); // now: no rank has allocated yet
     check(config, MeshShape{});
   } else {
     const auto ranks = resolve_mesh(options, saved, std::nullopt).ranks();

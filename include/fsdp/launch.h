@@ -18,6 +18,14 @@ FSDP_API bool is_launched();
 /// torchrun --max-restarts, or a job that Slurm has requeued. 0 if it never has.
 FSDP_API int num_restarts();
 
+/// This process among the ranks that its launcher started on this machine.
+struct LocalRank {
+  int rank = 0;
+  int num_ranks = 1; // 1 if the launcher does not say
+};
+/// Throws ConfigError if the launcher's variables are not valid.
+FSDP_API LocalRank local_rank();
+
 struct LaunchOptions {
   /// Number of ranks on this node. It must be the same on every node. After a failure the job may
   /// go on with fewer.

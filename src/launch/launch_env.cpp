@@ -94,6 +94,9 @@ LaunchEnv read_slurm(Reader& env) {
   if (nodes == 1) {
     launch.local_world_size = launch.world_size;
   } else {
+    if (nodes > 1) { // Slurm does not say how it has divided them
+      launch.local_world_size = (launch.world_size + nodes - 1) / nodes;
+    }
     launch.master_addr =
         first_slurm_host(env.text("SLURM_STEP_NODELIST", env.text("SLURM_JOB_NODELIST")));
   }
@@ -220,4 +223,9 @@ int fsdp::num_restarts() {
   const detail::Reader env(get);
   return std::max(
       env.number("TORCHELASTIC_RESTART_COUNT", 0), env.number("SLURM_RESTART_COUNT", 0));
+}
+
+fsdp::LocalRank fsdp::local_rank() {
+  const auto launch = detail::read_launch_env(detail::process_env);
+  return {launch.local_rank, std::max(1, launch.local_world_size)};
 }

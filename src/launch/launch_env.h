@@ -12,7 +12,7 @@ struct LaunchEnv {
   int rank = 0;
   int world_size = 1;
   int local_rank = 0;
-  int local_world_size = 0; // ranks on this machine; 0: unknown
+  int local_world_size = 0; // ranks on this machine, or about as many; 0: unknown
   std::string master_addr;  // the host of rank 0; "": unknown
   int master_port = 0;      // 0: unknown
   bool agent_store = false; // the launcher serves the store, not rank 0

@@ -80,6 +80,7 @@ TEST(LaunchEnv, UnderstandsSlurmOnSeveralMachines) {
   EXPECT_EQ(launch.rank, 9);
   EXPECT_EQ(launch.world_size, 16); // the step's, not the job's
   EXPECT_EQ(launch.local_rank, 1);
+  EXPECT_EQ(launch.local_world_size, 8);
   EXPECT_EQ(launch.master_addr, "gpu07");
   EXPECT_FALSE(launch.one_machine());
   // The same port on every rank, another one in another step.
