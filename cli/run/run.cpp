@@ -1,9 +1,11 @@
 // `fsdp run`: starts a program once per rank and watches over the ranks.
 #include <poll.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -11,6 +13,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <fsdp/error.h>
@@ -52,8 +55,11 @@ class Signals {
     }
     sigprocmask(SIG_BLOCK, &set, nullptr);
     fd_ = signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC);
+    watcher_ = std::thread([this] { watch(); });
   }
   ~Signals() {
+    ends_ = true;
+    watcher_.join();
     close(fd_);
   }
   Signals(const Signals&) = delete;
@@ -75,7 +81,35 @@ class Signals {
   }
 
  private:
+  /// Ends the process if nobody takes a signal: then the launcher hangs in a call of a store that
+  /// does not answer, which nothing can interrupt. Its ranks die with it.
+  void watch() const {
+    auto taken = Clock::now(); // when no signal was waiting
+    for (; !ends_; std::this_thread::sleep_for(kPoll)) {
+      const int signal = waiting();
+      if (signal == 0) {
+        taken = Clock::now();
+      } else if (Clock::now() - taken > kGrace) {
+        std::cerr << "fsdp run: ended by " << strsignal(signal)
+                  << ", while a store did not answer; the ranks here were killed." << std::endl;
+        _exit(128 + signal);
+      }
+    }
+  }
+  static int waiting() {
+    sigset_t set;
+    sigpending(&set);
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+      if (sigismember(&set, signal) == 1) {
+        return signal;
+      }
+    }
+    return 0;
+  }
+
   int fd_ = -1;
+  std::atomic<bool> ends_ = false;
+  std::thread watcher_; // last, because it uses the others
 };
 
 class Launcher {
@@ -304,7 +338,20 @@ class Launcher {
   std::string closing_words_;
 };
 
+/// Throws ConfigError if this process may not open enough files for its ranks. The store would fail
+/// in words of its own, or try again for ever.
+void check_open_files(int num_ranks) {
+  const auto needed = static_cast<rlim_t>(32 + 6 * num_ranks); // pipes, sockets, the store's own
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  check_config(
+      limit.rlim_cur >= needed, num_ranks, num_ranks == 1 ? " rank needs " : " ranks need ", needed,
+      " open files, and ", limit.rlim_cur, " are allowed; raise the limit (ulimit -n ", needed,
+      "), or start fewer ranks");
+}
+
 int launch(const RunOptions& options) {
+  check_open_files(options.num_ranks);
   const Signals signals; // first, so that the store's threads block these signals, too
   std::optional<int> asked;
   try {
@@ -346,7 +393,7 @@ void add_run(CLI::App& app, Action& action) {
       ->add_option(
           "--restarts", options->restarts,
           "Start the job again when a rank or a machine is lost, this often at most")
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::Range(0, 1 << 20));
   command
       ->add_option(
           "--min-ranks", options->min_ranks,

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "cli/tool.h"
+#include "launch/socket.h"
 #include "support/processes.h"
 #include "support/tensors.h"
 #include "support/two_hosts.h"
@@ -235,6 +236,19 @@ TEST(Run, CanBeEndedWhileItWaitsForNode0) {
   EXPECT_LT(watch.seconds(), 20);
 }
 
+// Another program listens where node 0 should, and does not answer.
+TEST(Run, ASignalEndsALauncherThatHangsInACall) {
+  const auto stranger = detail::listen_on("127.0.0.1", 0);
+  const Stopwatch watch;
+  const auto ended = run_and_send(
+      "-n 1 --nnodes 2 --node-rank 1 --master 127.0.0.1:" + std::to_string(stranger.port) +
+          " -- true",
+      {"TERM"});
+  EXPECT_EQ(ended.exit_code, 128 + SIGTERM) << ended.output;
+  EXPECT_TRUE(contains(ended.output, "ended by Terminated, while a store did not answer"));
+  EXPECT_LT(watch.seconds(), 30);
+}
+
 TEST(Run, TellsExitCodesFromSignals) {
   const auto ended = run({"run", "-n", "1", "--", "sh", "-c", "printf why >&2; exit 200"});
   EXPECT_EQ(ended.exit_code, 200);
@@ -362,9 +376,10 @@ TEST(Run, TwoNodes) {
 
 TEST(Run, ALimitOfTheSystemIsNamedWithTheRemedy) {
   const auto ended = run_script("ulimit -n 24; " + kTool + " run -n 32 -- sleep 30");
-  EXPECT_EQ(ended.exit_code, 1) << ended.output;
+  EXPECT_EQ(ended.exit_code, 2) << ended.output;
   EXPECT_TRUE(contains(
-      ended.output, "Too many open files; raise the limit on open files (ulimit -n), or start "));
+      ended.output,
+      "32 ranks need 224 open files, and 24 are allowed; raise the limit (ulimit -n 224), or "));
 }
 
 } // namespace
