@@ -12,14 +12,16 @@
 #include "cli/config/presets.h"
 #include "cli/files.h"
 #include "cli/report/report.h"
+#include "cli/train/run_lock.h"
 
 namespace fsdp::cli {
 
 namespace {
 
 constexpr int kDefaultRanks = 4;
+constexpr int kMany = 1 << 20; // more ranks or restarts than anybody has
 
-/// For options whose default is an empty text. Scripts give '' if a variable of theirs is not set.
+/// Scripts give '' if a variable of theirs is not set. CLI11 would take it for 0.
 const CLI::Validator kNotEmpty(
     [](const std::string& text) {
       return std::string(text.empty() ? "it has no value; give one, or leave the option out" : "");
@@ -49,9 +51,7 @@ void add_model_options(CLI::App& command, TrainOptions& options) {
   const auto add = [&](const char* name, auto& value, const std::string& help) {
     return command.add_option(name, value, help);
   };
-  add("--model", options.model, "Size of the model: " + names)
-      ->capture_default_str()
-      ->check(kNotEmpty);
+  add("--model", options.model, "Size of the model: " + names)->capture_default_str();
   add("--dim", dims.dim, "Width of the model");
   add("--layers", dims.layers, "Number of blocks");
   add("--heads", dims.heads, "Number of attention heads");
@@ -72,8 +72,7 @@ void add_training_options(CLI::App& command, TrainOptions& options) {
   add("--steps", config.steps, "Number of updates");
   add("--batch", config.batch, "Rows of text per update, of all ranks together");
   add("--context", config.context, "Bytes per row");
-  add("--data", options.identity.data, "File or folder of text [LibTorch's C++ headers]")
-      ->check(kNotEmpty);
+  add("--data", options.identity.data, "File or folder of text [LibTorch's C++ headers]");
   add("--seed", config.seed, "Seed of weights, batches and sample");
   add("--lr", config.schedule.lr, "Highest learning rate");
   add("--schedule", config.schedule.kind, "Decay of the learning rate after the warm-up")
@@ -111,8 +110,7 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
       "Number of ranks [one per GPU if there are several, else 4]; a launcher (fsdp run, torchrun, "
       "srun) decides it itself");
   add("--mesh", options.mesh,
-      "Sizes of the axes, e.g. dp=2,shard=2,tp=2: replicas, shards, tensor parallel")
-      ->check(kNotEmpty);
+      "Sizes of the axes, e.g. dp=2,shard=2,tp=2: replicas, shards, tensor parallel");
   add("--reshard-after-forward", options.reshard,
       "Free parameters between forward and backward: auto, true, false, or shard them over this "
       "number of ranks")
@@ -130,9 +128,10 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
       "Run ranks as processes over NCCL or gloo, not as threads [if there are several GPUs]");
   add("--restarts", options.restarts,
       "Start again when a rank is lost, this often at most; ranks are processes then")
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::Range(0, kMany));
   add("--min-ranks", options.min_ranks,
-      "Start again without the ranks that were lost, on this many at least [on all again]");
+      "Start again without the ranks that were lost, on this many at least [on all again]")
+      ->check(CLI::Range(1, kMany));
   command.add_flag("--offload", config.offload, "Keep shards and optimizer in host memory");
   command.add_flag(
       "--activation-checkpointing", config.activation_checkpointing,
@@ -145,7 +144,7 @@ void add_file_options(CLI::App& command, TrainOptions& options) {
   const auto add = [&](const char* name, auto& value, const char* help) {
     return command.add_option(name, value, help);
   };
-  add("--run", options.run, "Folder of this run [runs/<date and time>]")->check(kNotEmpty);
+  add("--run", options.run, "Folder of this run [runs/<date and time>]");
   add("--save-every", options.save_every,
       "Updates between checkpoints; 0: save only at the end [a tenth of --steps, at most 1000]");
   add("--keep", options.keep.keep, "How many of the newest checkpoints to keep")
@@ -153,8 +152,7 @@ void add_file_options(CLI::App& command, TrainOptions& options) {
   add("--keep-every", options.keep.keep_every, "Also keep checkpoints of multiples of this step");
   add("--resume", options.resume,
       "Continue a run from its folder, or from one of its checkpoints, on any --mesh; options that "
-      "are not given stay as they were")
-      ->check(kNotEmpty);
+      "are not given stay as they were");
   command.add_flag(
       "--go-on", options.go_on, "Continue the run in the folder of --run, if there is one");
   command.add_flag("--no-save", options.no_save, "Write no files");
@@ -175,6 +173,11 @@ void add_options(CLI::App& command, TrainOptions& options) {
   command.add_flag("--json", options.json, "Print one JSON object per line");
   command.add_flag(
       "--dry-run", options.dry_run, "Print what a run would need, for any number of ranks");
+  for (auto* option : command.get_options()) {
+    if (option->get_items_expected_min() > 0) { // not a flag
+      option->check(kNotEmpty);
+    }
+  }
 }
 
 void resolve_model(TrainOptions& options) {
@@ -300,11 +303,14 @@ void check_contradictions(const TrainOptions& options) {
       "the checkpoint has the sizes: leave --model out");
   const bool goes_on =
       real_path(options.run) == real_path(options.resume); // also if neither was given
-  check_config(
-      goes_on || options.run.empty() ||
-          CheckpointSeries(checkpoints_of(options.run)).list().empty(),
-      "--run ", options.run, " has checkpoints of an earlier run; continue that run with --resume ",
-      options.run, ", or use another folder");
+  if (!goes_on && !options.run.empty() &&
+      !CheckpointSeries(checkpoints_of(options.run)).list().empty()) {
+    RunLock::check_free(options.run);
+    throw_config_error(
+        "--run ", options.run,
+        " has checkpoints of an earlier run; continue that run with --resume ", options.run,
+        ", or use another folder");
+  }
 }
 
 nlohmann::ordered_json config_json(const TrainOptions& options) {

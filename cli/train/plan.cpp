@@ -110,7 +110,7 @@ TrafficPlan plan_small_traffic(const Plan& plan, const TrainConfig& config, cons
     num_params += group.num_params;
     num_matrices += group.num_matrices;
   }
-  add(mesh.ranks() > 1, 24); // three doubles
+  add(mesh.ranks() > 1, int64_t{3} * 8);
   add(mesh.shard > 1, num_params * 8);
   add(mesh.tensor > 1, num_matrices * 8);
   for (const auto ranks : {mesh.replicate, mesh.shard, mesh.tensor}) {

@@ -29,7 +29,33 @@ std::string describe_this_process() {
   return c10::str("process ", getpid(), " on host ", host, ", since ", since);
 }
 
+[[noreturn]] void throw_held(
+    const std::filesystem::path& folder, const std::filesystem::path& lock) {
+  const auto holder = read_file(lock).value_or("");
+  throw CheckpointError(
+      {__func__, __FILE__, __LINE__},
+      c10::str(
+          "another run writes to ", folder.string(), ": ",
+          holder.empty() ? "one that has just begun" : holder,
+          "; wait for its end, end it, or use another --run. If its machine is gone for good, "
+          "remove ",
+          lock.string()));
+}
+
 } // namespace
+
+void RunLock::check_free(const std::filesystem::path& folder) {
+  const auto path = folder / "lock";
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // Several ranks may look at the same time, so the lock is shared.
+  const bool is_held = fd >= 0 && flock(fd, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+  if (fd >= 0) {
+    close(fd);
+  }
+  if (is_held) {
+    throw_held(folder, path);
+  }
+}
 
 RunLock::RunLock(const std::filesystem::path& folder) : path_(folder / "lock") {
   do { // once more if the holder's end removed the file in between
@@ -48,16 +74,8 @@ RunLock::RunLock(const std::filesystem::path& folder) : path_(folder / "lock") {
                   << std::endl;
         return;
       }
-      const auto holder = read_file(path_).value_or("");
       close(fd_);
-      throw CheckpointError(
-          {__func__, __FILE__, __LINE__},
-          c10::str(
-              "another run writes to ", folder.string(), ": ",
-              holder.empty() ? "one that has just begun" : holder,
-              "; wait for its end, end it, or use another --run. If its machine is gone for good, "
-              "remove ",
-              path_.string()));
+      throw_held(folder, path_);
     }
   } while (!is_in_place());
   const auto holder = describe_this_process();

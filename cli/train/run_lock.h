@@ -10,6 +10,8 @@ class RunLock {
  public:
   /// Throws CheckpointError if another run has the folder. The message says who that is.
   explicit RunLock(const std::filesystem::path& folder);
+  /// Throws the same error, and locks nothing.
+  static void check_free(const std::filesystem::path& folder);
   ~RunLock();
   RunLock(const RunLock&) = delete;
   RunLock& operator=(const RunLock&) = delete;

@@ -293,7 +293,7 @@ TEST(Convert, RefusesWhatMakesNoSense) {
   refused({out, "--only", "(r)\\1"}, "'(r)\\1' refers back to a group");
   refused({out, "--only", std::string(1001, 'r')}, "and has 1001 characters; a regular expression");
   refused({out, "--rename", "r.*|c.*=same_name"}, "two names become 'same_name'");
-  refused({out, "--only", "nobody"}, "no tensor of ");
+  refused({out, "--only", "nobody"}, "no tensor has a name that ");
   refused({out + ".safetensors"}, "choose a name without .safetensors");
   EXPECT_FALSE(detail::path_exists(out));
   refused({path, "--format", "sharded"}, "is there already", 4);

@@ -58,7 +58,8 @@ TEST(RanksAgree, OnTheTextAndNotOnItsPath) {
 std::string beside_a_run(const std::string& run_folder, const std::string& then) {
   return kTool +
          joined(tiny_options(
-             text_file(), {"--run", run_folder, "--steps", "100000", "--ranks", "1"})) +
+             text_file(),
+             {"--run", run_folder, "--steps", "100000", "--ranks", "1", "--save-every", "20"})) +
          " > /dev/null & run=$!; for i in {1..1500}; do [ -s " + run_folder +
          "/metrics.jsonl ] && break; sleep 0.02; done; " + then + " kill -9 $run; wait $run;";
 }
@@ -73,6 +74,17 @@ TEST(RunLock, ASecondRunIsToldWhoHasTheFolder) {
   EXPECT_EQ(count(ended.output, "another run writes to " + run_folder + ": process "), 2);
   EXPECT_TRUE(contains(ended.output, "; wait for its end, end it, or use another --run. If its"));
   EXPECT_TRUE(contains(ended.output, ", since 20")) << ended.output;
+}
+
+TEST(RunLock, IsNamedWhenTheRunHasACheckpoint) {
+  const auto run_folder = temporary_folder() + "/run";
+  const auto again = kTool + joined(tiny_options(text_file(), {"--run", run_folder, "--quiet"}));
+  const auto ended = run_script(beside_a_run(
+      run_folder, "mkdir -p " + run_folder + "/checkpoints; for i in {1..1500}; do ls " +
+                      run_folder + "/checkpoints | grep -q '^step_' && break; sleep 0.02; done; " +
+                      again + "; echo code $?;"));
+  EXPECT_TRUE(contains(ended.output, "code 4")) << ended.output;
+  EXPECT_TRUE(contains(ended.output, "another run writes to " + run_folder + ": process "));
 }
 
 TEST(RunLock, IsFreeWhenItsRunWasKilledAndGoneWhenItHasEnded) {
@@ -219,14 +231,17 @@ TEST(TrainSignals, ASignalThatTimeoutSendsTwiceIsOne) {
 
 // ------------------------------------------------------------ Slow disks, clocks that jump
 
-/// Runs the tool with fault_shim.cpp, whose variables are `faults`. LD_PRELOAD cannot name a path
-/// with a space, so the library is copied.
+/// Runs the tool with fault_shim.cpp, whose variables are `faults`, and goes on with `then` in the
+/// shell. LD_PRELOAD cannot name a path with a space, so the library is copied.
 Ended run_with_faults(
-    const std::string& faults, const std::string& words, const std::string& then) {
+    const std::string& faults, const std::string& words, const std::string& then = "") {
   const auto library = temporary_folder() + "/shim.so";
-  return run_script(
+  const auto ended = run_script(
       "cp " FSDP_BIN_DIR "/fault_shim.so " + library + "; export " + faults +
-      " LD_PRELOAD=" + library + " ASAN_OPTIONS=verify_asan_link_order=0; " + kTool + words + then);
+      " LD_PRELOAD=" + library + " ASAN_OPTIONS=verify_asan_link_order=0; " +
+      "grep -q shim.so /proc/self/maps && echo the shim is loaded; " + kTool + words + then);
+  EXPECT_TRUE(contains(ended.output, "the shim is loaded"));
+  return ended;
 }
 
 /// The losses of a run's steps, to the last bit.
@@ -239,39 +254,52 @@ std::vector<double> losses_of(const std::string& run_folder) {
   return losses;
 }
 
-/// A run over two processes that saves often.
-std::string saving_run(const std::string& data, const std::string& folder, const char* steps) {
+/// A run over two processes.
+std::string saving_run(
+    const std::string& data,
+    const std::string& folder,
+    const char* steps,
+    const char* save_every = "5") {
   return joined({"run", "-n", "2", "--", kTool}) +
          joined(tiny_options(
-             data, {"--run", folder, "--steps", steps, "--save-every", "5", "--warmup", "2",
+             data, {"--run", folder, "--steps", steps, "--save-every", save_every, "--warmup", "2",
                     "--schedule", "constant"}));
+}
+
+/// Waits in the shell until a save of a run is under way.
+std::string until_it_saves(const std::string& run_folder) {
+  return "for i in {1..1500}; do ls " + run_folder +
+         "/checkpoints 2>&1 | grep -q fsdp-saving && break; sleep 0.02; done; ";
 }
 
 TEST(SlowDisk, TrainingGoesOnBesideASave) {
   const auto data = text_file();
   const auto folder = temporary_folder();
-  const auto plain = run_script(kTool + saving_run(data, folder + "/plain", "20"));
-  const auto slow =
-      run_with_faults("FSDP_TEST_SYNC_MS=300", saving_run(data, folder + "/slow", "20"), "");
+  const auto plain = run_script(kTool + saving_run(data, folder + "/plain", "300", "100"));
+  EXPECT_EQ(plain.exit_code, 0) << plain.output;
+  const auto lines = "$(wc -l < " + folder + "/slow/metrics.jsonl)";
+  const auto slow = run_with_faults(
+      "FSDP_TEST_SYNC_MS=300", saving_run(data, folder + "/slow", "300", "100"),
+      " & " + until_it_saves(folder + "/slow") + "before=" + lines + "; while ls " + folder +
+          "/slow/checkpoints | grep -q fsdp-saving; do [ " + lines +
+          " -gt $before ] && echo a step beside the save && break; sleep 0.02; done; wait $!");
   EXPECT_EQ(slow.exit_code, 0) << slow.output;
+  EXPECT_TRUE(contains(slow.output, "a step beside the save")) << slow.output;
   EXPECT_EQ(losses_of(folder + "/slow"), losses_of(folder + "/plain"));
   const auto verified = run({"verify", folder + "/slow"});
   EXPECT_EQ(verified.exit_code, 0) << verified.output;
 }
 
 TEST(SlowDisk, ASignalWaitsForTheSaveAndLosesNothing) {
-  const auto data = text_file();
   const auto folder = temporary_folder() + "/run";
   const auto ended = run_with_faults(
-      "FSDP_TEST_SYNC_MS=300", saving_run(data, folder, "100000"),
-      " & for i in {1..1500}; do [ -s " + folder +
-          "/metrics.jsonl ] && break; sleep 0.02; done; kill -TERM $!; wait $!");
+      "FSDP_TEST_SYNC_MS=300", saving_run(text_file(), folder, "100000"),
+      " & " + until_it_saves(folder) + "kill -TERM $!; wait $!");
   EXPECT_EQ(ended.exit_code, 143) << ended.output;
-  const auto done = metrics_of(folder).size();
-  const auto rest =
-      run({"train", "--resume", folder, "--steps", std::to_string(done + 1), "--quiet"});
-  EXPECT_EQ(rest.exit_code, 0) << rest.output;
-  EXPECT_EQ(metrics_of(folder).size(), done + 1);
+  const auto done = std::to_string(metrics_of(folder).size());
+  const auto newest = folder + "/checkpoints/step_" + std::string(8 - done.size(), '0') + done;
+  const auto verified = run({"verify", newest});
+  EXPECT_EQ(verified.exit_code, 0) << verified.output;
 }
 
 TEST(Clock, JumpsChangeNothing) {
@@ -281,7 +309,7 @@ TEST(Clock, JumpsChangeNothing) {
   EXPECT_EQ(plain.exit_code, 0) << plain.output;
   for (const char* steps : {"30", "60"}) { // the second one goes on from the newest checkpoint
     const auto jumping = run_with_faults(
-        "FSDP_TEST_CLOCK_JUMPS=1", saving_run(data, folder + "/jumping", steps) + " --go-on", "");
+        "FSDP_TEST_CLOCK_JUMPS=1", saving_run(data, folder + "/jumping", steps) + " --go-on");
     EXPECT_EQ(jumping.exit_code, 0) << jumping.output;
   }
   EXPECT_EQ(losses_of(folder + "/jumping"), losses_of(folder + "/plain"));

@@ -259,6 +259,10 @@ TEST(Options, ValuesThatCannotBeAreRefused) {
     EXPECT_EQ(ended.exit_code, 2) << ended.output;
     EXPECT_TRUE(contains(ended.output, message));
   };
+  for (const auto* option : {"--seed", "--clip", "--save-every", "--ranks", "--tied", "--lr"}) {
+    refused({option, ""}, "it has no value; give one, or leave the option out");
+  }
+  refused({"--min-ranks", "-3"}, "--min-ranks: ");
   refused({"--warmup", "-1"}, "--warmup -1: it must be 0 or more");
   refused({"--min-lr", "-1"}, "--min-lr -1: it must be 0 or more");
   refused({"--norm-eps", "inf"}, "--norm-eps inf: it must be above 0, and finite");
