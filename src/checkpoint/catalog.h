@@ -3,9 +3,9 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -52,8 +52,9 @@ struct Catalog {
   void index();
 
  private:
-  std::unordered_map<std::string, size_t> tensor_index_;
-  std::unordered_map<std::string, size_t> value_index_;
+  // Not hashed: a hostile file could choose names with the same hash.
+  std::map<std::string, size_t> tensor_index_;
+  std::map<std::string, size_t> value_index_;
 };
 
 /// Opens a folder with our manifest.json, a Hugging Face folder with an index, a folder of

@@ -40,8 +40,8 @@ Catalog select(Catalog catalog, const std::optional<std::string>& only) {
   std::erase_if(
       catalog.values, [&](const auto& item) { return !std::regex_match(item.first, pattern); });
   FSDP_CHECK_AS(
-      ConfigError, !catalog.tensors.empty(), "no tensor of ", catalog.folder.string(),
-      " has a name that '", *only, "' matches all of");
+      ConfigError, !catalog.tensors.empty(), "no tensor has a name that '", *only,
+      "' matches all of");
   catalog.index();
   return catalog;
 }

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <map>
-#include <unordered_map>
-#include <unordered_set>
+#include <set>
 
 #include <fsdp/checkpoint_tools.h>
 
@@ -131,7 +130,7 @@ class Verifier {
   void compare_header(const File& file, const std::vector<PieceOf>& pieces) {
     const auto name = file.path().string();
     const auto header = read_safetensors(file);
-    std::unordered_map<std::string_view, const SafetensorsEntry*> entries;
+    std::map<std::string_view, const SafetensorsEntry*> entries;
     for (const auto& entry : header.entries) {
       entries[entry.name] = &entry;
     }
@@ -187,7 +186,7 @@ class Verifier {
 
   Catalog catalog_;
   CheckpointReport report_;
-  std::unordered_set<std::string> known_; // the problems in the report
+  std::set<std::string> known_; // the problems in the report
   std::vector<char> block_;
 };
 
