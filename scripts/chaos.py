@@ -121,13 +121,15 @@ class Job:
         return codes
 
     def end_in_time(self, number, ranks_too=False):
-        """Sends a signal to the launchers, or to the ranks, too, as a terminal does. Expects that
-        everything ends soon, and returns after how many seconds it did."""
+        """Sends a signal to the launchers, or to the ranks, too, as some schedulers do. Expects
+        that everything ends soon, and returns after how many seconds it did."""
         ranks = self.rank_pids()
         sent = time.monotonic()
         for launcher in self.launchers:
             if launcher.poll() is None:
-                (os.killpg if ranks_too else os.kill)(launcher.pid, number)
+                kill(launcher.pid, number)
+        for pid in ranks if ranks_too else []:
+            kill(pid, number)
         self.wait()
         took = time.monotonic() - sent
         expect(took < IN_TIME, f'alive {IN_TIME} s after a signal')
@@ -266,8 +268,6 @@ def compare(job, reference):
     worst = max(abs(losses[line['step']] - line['loss']) for line in reference)
     same_ranks = job.min_ranks == job.ranks * job.nodes
     expect(worst <= (0 if same_ranks else 2e-3), f'a loss differs by {worst}')
-    resumed = [line['step'] for line in metrics(job.run, 'lost_steps')]
-    expect(resumed == sorted(resumed), f'the run went back further than before: {resumed}')
     return worst
 
 
@@ -307,25 +307,28 @@ def one_round(number, fault, args, folder, reference):
 
 def one_signal(number, args, folder, reference, seconds):
     """Sends a signal at a random moment of a job, and lets the job go on later. Returns the seconds
-    from the signal to the end, and whether the signal came before the last step."""
+    from the signal to the end, and whether the job was running, and had steps left, before it."""
     draw = random.Random(f'{args.seed} {number}')
     own = folder / f'signal-{number}'
     own.mkdir()
     job = Job(args.tool, own, args.steps).start()
     try:
         time.sleep(draw.uniform(0, seconds))
-        is_early = job.is_running() and job.num_steps() < args.steps
+        was_running = job.is_running()
+        has_steps_left = was_running and job.num_steps() < args.steps
         sent = draw.choice([signal.SIGINT, signal.SIGTERM])
         took = job.end_in_time(sent, ranks_too=draw.random() < 0.5)
         code = job.launchers[0].returncode
-        # A process that has just begun is ended by the system, with a negative code.
-        expect(not is_early or code in (128 + sent, -sent), f'{sent.name} was lost: {own}')
+        # A process that has just begun is ended by the system, with a negative code. One that has
+        # nothing left to do may end before it sees the signal.
+        expect(code in (128 + sent, -sent) or (code == 0 and not has_steps_left),
+               f'{sent.name} was lost: the exit code is {code}')
         job.finish()
         compare(job, reference)
     finally:
         job.kill_all()
     shutil.rmtree(own)
-    return took, is_early
+    return took, was_running, has_steps_left
 
 
 def signal_loop(args, folder):
@@ -338,14 +341,14 @@ def signal_loop(args, folder):
     with concurrent.futures.ThreadPoolExecutor(at_a_time) as pool:
         ended = list(pool.map(lambda number: one_signal(number, args, folder, reference, seconds),
                               range(args.signals)))
-    took = sorted(seconds for seconds, _ in ended)
-    print(f'{args.signals} signals, {sum(early for _, early in ended)} of them before the last '
-          f'step; none lost, every run went on to the same losses; from signal to end: median '
-          f'{took[len(took) // 2]:.1f} s, longest {took[-1]:.1f} s')
+    times, running, early = zip(*ended)
+    print(f'{args.signals} signals, {sum(running)} to running jobs, {sum(early)} before the last '
+          f'step; none lost, every run went on to the same losses; from signal to end: longest '
+          f'{max(times):.1f} s, {sum(took > 5 for took in times)} took more than 5 s')
 
 
 def soak(args, folder):
-    """One long run that saves all the time. No process may grow."""
+    """One long run that saves all the time. No process may grow by more than 2 %."""
     write_text(folder)
     (folder / 'long').mkdir()
     job = Job(args.tool, folder / 'long', args.soak).start()
@@ -383,10 +386,9 @@ def kill_loop(args, folder):
     nodes = 2 if own_address() else 1
     job = Job(args.tool, folder / 'long', args.steps, nodes=nodes, ranks=4 // nodes).start()
     kills = {'rank': 0, 'launcher of node 0': 0} | ({'node 1': 0} if nodes == 2 else {})
-    end = time.monotonic() + 60 * args.minutes
-    while sum(kills.values()) < args.kills and time.monotonic() < end:
+    while sum(kills.values()) < args.kills:
         time.sleep(draw.uniform(0.3, args.pause))
-        if set(code for code in (one.poll() for one in job.launchers)) == {0}:
+        if all(launcher.poll() == 0 for launcher in job.launchers):
             break  # done before its last kill
         for node, launcher in enumerate(job.launchers):
             if launcher.poll() is not None and job.launchers[0].poll() is None:
@@ -413,6 +415,7 @@ def kill_loop(args, folder):
     print(f'{sum(kills.values())} kills ({kills}): {args.steps} steps, '
           f'{sum(line["lost_steps"] for line in lost)} made again, largest difference of a loss '
           f'{worst:.1e}')
+    expect(sum(kills.values()) == args.kills, 'the run ended before its last kill: more --steps')
 
 
 def main():
@@ -421,9 +424,10 @@ def main():
     parser.add_argument('--minutes', type=float, default=5, help='how long to go on [5]')
     parser.add_argument('--seed', type=int, default=1, help='[1]')
     parser.add_argument('--steps', type=int, default=150, help='steps of each run [150]')
-    parser.add_argument('--kills', type=int, help='instead: kill parts of one long run this often')
-    parser.add_argument('--signals', type=int, help='instead: as many signals at random moments')
-    parser.add_argument('--soak', type=int, help='instead: one run of as many steps, watched')
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument('--kills', type=int, help='instead: kill parts of one long run this often')
+    instead.add_argument('--signals', type=int, help='instead: as many signals at random moments')
+    instead.add_argument('--soak', type=int, help='instead: one run of as many steps, watched')
     parser.add_argument('--pause', type=float, default=6,
                         help='most seconds between two kills [6]')
     parser.add_argument('--faults', help='only those whose name contains this')
