@@ -51,9 +51,9 @@ function(fsdp_add_test name)
        "LABELS ${arg_LABELS} TIMEOUT ${arg_TIMEOUT} COST ${arg_COST} SOURCES ${sources})\n")
 endfunction()
 
-# fsdp_also_over_gloo(NAME RANKS number): runs the tests of the binary NAME with that many ranks
-# again, as processes over gloo. tests/support/ranks.h says how. Death tests start processes that
-# cannot join.
+# fsdp_also_over_gloo(NAME RANKS): runs the tests of the binary NAME that have so many ranks once
+# more, with processes over gloo as ranks (tests/support/ranks.h). Death tests are left out, because
+# they start processes that cannot join.
 function(fsdp_also_over_gloo name ranks)
   add_test(NAME OverGloo.${name} COMMAND fsdp_cli run -n ${ranks} -- $<TARGET_FILE:${name}>
                                          --gtest_filter=-*DeathTest.*)

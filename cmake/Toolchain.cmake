@@ -32,7 +32,8 @@ target_compile_options(
             # GCC takes the files of a unit for headers, in which a field of a type from an
             # anonymous namespace would be a mistake.
             $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>
-            # An update of the system gives its headers other times, mostly without a change.
+            # clang compares the sizes of headers with those that it precompiled, but not their times: an
+            # update of the system gives its headers other times, even if they are the same.
             "$<$<CXX_COMPILER_ID:Clang>:SHELL:-Xclang -fno-pch-timestamp>"
             $<$<CXX_COMPILER_ID:GNU>:-Winvalid-pch -Werror=invalid-pch -fpch-preprocess>)
 if(FSDP_SANITIZE)

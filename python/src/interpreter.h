@@ -40,7 +40,7 @@ class Unlocked {
 [[noreturn]] inline void throw_python_error() {
   python_error error;
   error.persist();
-  throw error; // NOLINT(misc-throw-by-value-catch-by-reference): it has been filled first
+  throw error; // NOLINT(misc-throw-by-value-catch-by-reference): persist() comes first
 }
 
 /// Takes over a new reference. Throws if a function of Python failed.

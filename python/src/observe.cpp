@@ -24,7 +24,7 @@ class OwnedTrace {
       : trace_(std::make_unique<Trace>(TraceOptions{.device = device, .memory = memory})) {}
   ~OwnedTrace() {
     if (std::this_thread::get_id() != owner_) {
-      (void)trace_.release(); // NOLINT(bugprone-unused-return-value): it stays for ever
+      (void)trace_.release(); // NOLINT(bugprone-unused-return-value): a leak is harmless here
     }
   }
   OwnedTrace(const OwnedTrace&) = delete;

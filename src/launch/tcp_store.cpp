@@ -20,7 +20,7 @@ namespace fsdp::detail {
 namespace {
 
 constexpr const char* kLoopback = "127.0.0.1";
-constexpr auto kGrace = std::chrono::seconds(1); // c10d looks at its time-out now and then
+constexpr auto kGrace = std::chrono::seconds(1); // so that c10d can say itself what is wrong
 
 // c10d writes to the store's socket without MSG_NOSIGNAL, so the end of the server
 // would kill its clients by SIGPIPE. (In Python the interpreter ignores the signal.)
@@ -83,13 +83,13 @@ c10::intrusive_ptr<c10d::Store> connect_store(
   options.timeout = timeout;
   // A store on the loopback address listens on IPv4 only.
   const auto host = is_loopback(endpoint.host) ? kLoopback : endpoint.host;
-  // If a stranger listens there and does not answer, c10d waits for ever. So another thread asks,
-  // which is left behind then.
+  // If another program listens there and does not answer, c10d waits for ever. So another thread
+  // connects. If it gets no answer, it is left behind.
   std::packaged_task<c10::intrusive_ptr<c10d::Store>()> connect(
       [host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
   auto connected = connect.get_future();
   std::thread(std::move(connect)).detach();
-  std::string reason = "somebody listens there, and says nothing";
+  std::string reason = "a program listens there, but it does not answer";
   try {
     if (connected.wait_for(timeout + kGrace) == std::future_status::ready) {
       return connected.get();

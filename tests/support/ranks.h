@@ -9,7 +9,7 @@
 namespace fsdp::test {
 
 /// Ranks are threads, unless FSDP_TEST_BACKEND names a backend. Then a launcher has started this
-/// binary once per rank, and all tests are of that one world:
+/// binary once per rank, and all tests share that world:
 ///   FSDP_TEST_BACKEND=gloo fsdp run -n 4 -- composition_tests
 inline std::string test_backend() {
   const char* name = std::getenv("FSDP_TEST_BACKEND");
@@ -30,16 +30,18 @@ struct TestWorld : testing::Environment {
 };
 inline testing::Environment* const test_world = testing::AddGlobalTestEnvironment(new TestWorld);
 
-/// Hides fsdp::run_ranks for bodies that are lambdas. Leaves out the body if the launched world has
-/// another number of ranks.
+/// Hides fsdp::run_ranks. Skips the test if the launched world has another number of ranks.
 template <class Body>
 void run_ranks(int num_ranks, const Body& body) {
   if (test_backend().empty()) {
     fsdp::run_ranks(num_ranks, body);
-  } else if (num_ranks == get_world_size()) {
-    body(get_rank());
-    default_group().barrier();
+    return;
   }
+  if (num_ranks != get_world_size()) {
+    GTEST_SKIP() << "it needs " << num_ranks << " ranks";
+  }
+  body(get_rank());
+  default_group().barrier();
 }
 
 } // namespace fsdp::test
