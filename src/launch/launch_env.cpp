@@ -91,12 +91,10 @@ LaunchEnv read_slurm(Reader& env) {
                                                       : env.number("SLURM_NTASKS");
   launch.local_rank = env.number("SLURM_LOCALID", 0);
   const int nodes = env.number("SLURM_STEP_NUM_NODES", env.number("SLURM_NNODES", 0));
-  if (nodes == 1) {
-    launch.local_world_size = launch.world_size;
-  } else {
-    if (nodes > 1) { // Slurm does not say how it has divided them
-      launch.local_world_size = (launch.world_size + nodes - 1) / nodes;
-    }
+  if (nodes > 0) { // Slurm does not say how it has divided them over several
+    launch.local_world_size = (launch.world_size + nodes - 1) / nodes;
+  }
+  if (nodes != 1) {
     launch.master_addr =
         first_slurm_host(env.text("SLURM_STEP_NODELIST", env.text("SLURM_JOB_NODELIST")));
   }

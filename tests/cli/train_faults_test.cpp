@@ -54,14 +54,19 @@ TEST(RanksAgree, OnTheTextAndNotOnItsPath) {
 
 // ------------------------------------------------------------ A folder that is in use
 
+/// Waits in the shell, for half a minute at most, until a command succeeds.
+std::string wait_until(const std::string& command) {
+  return "for i in {1..1500}; do " + command + " && break; sleep 0.02; done; ";
+}
+
 /// Starts a run that does not end, and calls `then` once it has made a step. Kills the run.
 std::string beside_a_run(const std::string& run_folder, const std::string& then) {
   return kTool +
          joined(tiny_options(
              text_file(),
              {"--run", run_folder, "--steps", "100000", "--ranks", "1", "--save-every", "20"})) +
-         " > /dev/null & run=$!; for i in {1..1500}; do [ -s " + run_folder +
-         "/metrics.jsonl ] && break; sleep 0.02; done; " + then + " kill -9 $run; wait $run;";
+         " > /dev/null & run=$!; " + wait_until("[ -s " + run_folder + "/metrics.jsonl ]") + then +
+         " kill -9 $run; wait $run;";
 }
 
 TEST(RunLock, ASecondRunIsToldWhoHasTheFolder) {
@@ -80,9 +85,8 @@ TEST(RunLock, IsNamedWhenTheRunHasACheckpoint) {
   const auto run_folder = temporary_folder() + "/run";
   const auto again = kTool + joined(tiny_options(text_file(), {"--run", run_folder, "--quiet"}));
   const auto ended = run_script(beside_a_run(
-      run_folder, "mkdir -p " + run_folder + "/checkpoints; for i in {1..1500}; do ls " +
-                      run_folder + "/checkpoints | grep -q '^step_' && break; sleep 0.02; done; " +
-                      again + "; echo code $?;"));
+      run_folder, wait_until("ls " + run_folder + "/checkpoints 2>&1 | grep -q '^step_'") + again +
+                      "; echo code $?;"));
   EXPECT_TRUE(contains(ended.output, "code 4")) << ended.output;
   EXPECT_TRUE(contains(ended.output, "another run writes to " + run_folder + ": process "));
 }
@@ -103,8 +107,8 @@ TEST(RunLock, IsFreeWhenItsRunWasKilledAndGoneWhenItHasEnded) {
 Ended interrupted(
     const std::string& words, const std::string& run_folder, const std::string& send) {
   return run_script(
-      kTool + words + " & for i in {1..1500}; do [ -s " + run_folder +
-      "/metrics.jsonl ] && break; sleep 0.02; done; " + send + " wait $!");
+      kTool + words + " & " + wait_until("[ -s " + run_folder + "/metrics.jsonl ]") + send +
+      " wait $!");
 }
 
 TEST(TrainSignals, FinishesTheStepSavesAndGoesOnLater) {
@@ -266,10 +270,8 @@ std::string saving_run(
                     "--schedule", "constant"}));
 }
 
-/// Waits in the shell until a save of a run is under way.
 std::string until_it_saves(const std::string& run_folder) {
-  return "for i in {1..1500}; do ls " + run_folder +
-         "/checkpoints 2>&1 | grep -q fsdp-saving && break; sleep 0.02; done; ";
+  return wait_until("ls " + run_folder + "/checkpoints 2>&1 | grep -q fsdp-saving");
 }
 
 TEST(SlowDisk, TrainingGoesOnBesideASave) {

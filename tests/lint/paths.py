@@ -54,8 +54,8 @@ class Paths(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             root = pathlib.Path(folder)
             text, code = root / "a.md", root / "b.cpp"
-            tmp, home = "/" + "tmp", "/" + "root"  # in parts, so that this file has none
-            text.write_text(f'see "{tmp}/clone/x.py", -I{home}/x\nsrc/work/a is none, nor is ${{x}}{tmp}/y\n')
+            tmp, home, work = "/" + "tmp", "/" + "root", "/" + "work"  # in parts, so that this file has none
+            text.write_text(f'see "{tmp}/clone/x.py", -I{home}/x\nsrc{work}/a is none, nor is ${{x}}{tmp}/y\n')
             code.write_text(f'char folder[] = "{tmp}/a-XXXXXX";\n')
             self.assertEqual(problems(root, [text, code]), [f"a.md:1: {tmp}/clone", f"a.md:1: {home}/x"])
 
