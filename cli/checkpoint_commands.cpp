@@ -300,12 +300,6 @@ int convert(const ConvertWords& words) {
       "wrote", c10::str(
                    printable(words.output), ": ", plural(report.num_tensors, "tensor"), ", ",
                    binary_size(report.bytes), " in ", plural(report.num_files, "file")));
-  if (report.values_left_out > 0) {
-    screen.labelled(
-        "note", c10::str(
-                    plural(report.values_left_out, "value"),
-                    " left out: the full format stores only tensors"));
-  }
   return 0;
 }
 

@@ -84,7 +84,8 @@ void look_at_torch(Findings& findings) {
                       binary_size(static_cast<int64_t>(info.totalram) * info.mem_unit)));
   }
   findings.check(
-      torch::cuda::is_available(), "cuda", c10::str(torch::cuda::device_count(), " devices"),
+      torch::cuda::is_available(), "cuda",
+      c10::str(static_cast<int>(torch::cuda::device_count()), " devices"),
       "torch finds no CUDA device; training runs on the CPU");
 }
 
@@ -103,6 +104,19 @@ void try_threads(Findings& findings) {
   }
 }
 
+/// Which NCCL is loaded, and whether ranks can share a GPU over it.
+std::string nccl_text() {
+  const auto version = nccl_version();
+  if (version == 0) {
+    return "";
+  }
+  return c10::str(
+      ", NCCL ", version / 10000, ".", version / 100 % 100, ".", version % 100,
+      nccl_shares_gpus() ? ", several of them may share a GPU"
+                         : ", one per GPU (NCCL 2.30 or later lets several share one: "
+                           "NCCL_MULTI_RANK_GPU_ENABLE=1)");
+}
+
 /// Runs an all-reduce in a world of one process, over the backend's own transport. `without` says
 /// what does not work if that fails.
 void try_backend(Findings& findings, const char* name, const char* without) {
@@ -113,7 +127,7 @@ void try_backend(Findings& findings, const char* name, const char* without) {
     const auto one = torch::ones({1}, device);
     default_group().all_reduce(one);
     destroy_process_group();
-    findings.good(name, "ranks as processes");
+    findings.good(name, "ranks as processes" + (device == torch::kCUDA ? nccl_text() : ""));
   } catch (const c10::Error& error) {
     findings.missing(name, c10::str(error.what_without_backtrace(), "; ", without));
     if (is_initialized()) {

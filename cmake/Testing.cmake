@@ -27,9 +27,12 @@ set(suites_file ${CMAKE_CURRENT_BINARY_DIR}/suites.cmake)
 file(WRITE ${suites_file} "include(\"${PROJECT_SOURCE_DIR}/cmake/TestSuites.cmake\")\n")
 set_property(DIRECTORY APPEND PROPERTY TEST_INCLUDE_FILES ${suites_file})
 if(FSDP_SANITIZE MATCHES thread)
-  # A test asks for more memory than there is. The sanitizer would end the process.
+  # A test asks for more memory than there is. The sanitizer would end the process. Without a
+  # symbolizer it knows no names of functions, and so none of those in tsan.supp.
+  find_program(FSDP_SYMBOLIZER NAMES llvm-symbolizer-19 llvm-symbolizer REQUIRED)
   file(APPEND ${suites_file}
        "set(sanitizer_options \"TSAN_OPTIONS=allocator_may_return_null=1 "
+       "external_symbolizer_path='${FSDP_SYMBOLIZER}' "
        "suppressions='${CMAKE_CURRENT_SOURCE_DIR}/tsan.supp'\")\n")
 endif()
 
@@ -85,11 +88,22 @@ function(fsdp_add_gpu_test name)
   fsdp_add_whole_test(${name} ${name})
 endfunction()
 
-# fsdp_also_on_gpu(NAME [PLACED] [EXCEPT patterns...]): if torch has CUDA, runs the tests of the
-# binary NAME again with models and batches on a GPU. With PLACED, runs them a third time with
-# FSDP_PLACED_GATHERS=always.
+# fsdp_add_nccl_test(TEST RANKS binary arguments...): adds a binary with processes over NCCL as ranks.
+# They may share a GPU (tests/support/ranks.h), but only those of one test at a time.
+function(fsdp_add_nccl_test test ranks binary)
+  add_test(NAME ${test} COMMAND fsdp_cli run -n ${ranks} -- $<TARGET_FILE:${binary}> ${ARGN})
+  set_tests_properties(
+    ${test}
+    PROPERTIES LABELS nccl TIMEOUT 600 RUN_SERIAL TRUE
+               SKIP_REGULAR_EXPRESSION "there is no GPU here;NCCL cannot share a GPU here"
+               ENVIRONMENT "FSDP_TEST_DEVICE=cuda;FSDP_TEST_BACKEND=nccl;OMP_NUM_THREADS=1")
+endfunction()
+
+# fsdp_also_on_gpu(NAME [PLACED] [EXCEPT patterns...] [NOT_OVER_NCCL patterns...]): if torch has
+# CUDA, runs the tests of the binary NAME again with models and batches on a GPU, over threads and
+# over NCCL with four ranks. With PLACED, runs them once more with FSDP_PLACED_GATHERS=always.
 function(fsdp_also_on_gpu name)
-  cmake_parse_arguments(arg "PLACED" "" "EXCEPT" ${ARGN})
+  cmake_parse_arguments(arg "PLACED" "" "EXCEPT;NOT_OVER_NCCL" ${ARGN})
   list(JOIN arg_EXCEPT ":" except)
   if(TORCH_CUDA_LIBRARIES)
     fsdp_add_whole_test(OnGpu.${name} ${name} --gtest_filter=-${except})
@@ -99,6 +113,11 @@ function(fsdp_also_on_gpu name)
       set_tests_properties(
         OnGpuPlaced.${name}
         PROPERTIES ENVIRONMENT "FSDP_TEST_DEVICE=cuda;FSDP_PLACED_GATHERS=always")
+    endif()
+    if(FSDP_BUILD_CLI)
+      list(JOIN arg_NOT_OVER_NCCL ":" not_over_nccl)
+      fsdp_add_nccl_test(
+        OverNccl.${name} 4 ${name} "--gtest_filter=-${except}:*DeathTest.*:${not_over_nccl}")
     endif()
   endif()
 endfunction()

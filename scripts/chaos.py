@@ -8,263 +8,25 @@ moments. docs/reliability.md says what is promised for each fault.
 """
 import argparse
 import concurrent.futures
-import json
 import os
 import pathlib
 import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 
-OPTIONS = ('--dim 32 --layers 2 --lr 1e-3 --batch 8 --context 32 --device cpu --schedule constant '
-           '--save-every 20 --keep 3').split()
-PATIENCE = 240  # seconds that any part of a round may take
-IN_TIME = 15  # seconds from a signal to the end: 5 are promised, but this machine may be busy
-
-
-class Broken(Exception):
-    """A promise was not kept."""
-
-
-def expect(good, what):
-    if not good:
-        raise Broken(what)
-
-
-def children_of(pid):
-    listed = subprocess.run(['pgrep', '-P', str(pid)], capture_output=True, text=True)
-    return [int(word) for word in listed.stdout.split()]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(('', 0))
-        return probe.getsockname()[1]
-
-
-def own_address():
-    """An address of this machine that is not the loopback: launchers of several machines want one.
-    None if there is no network."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(('10.255.255.255', 1))  # sends nothing
-            return probe.getsockname()[0]
-    except OSError:
-        return None
-
-
-def metrics(run, key='loss'):
-    path = run / 'metrics.jsonl'
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            pass  # the run was killed while it wrote this
-    return [line for line in found if key in line]
-
-
-class Job:
-    """A training job over `nodes` launchers with `ranks` processes each, in its own folder."""
-
-    def __init__(self, tool, folder, steps, ranks=2, nodes=1, min_ranks=None):
-        self.run, self.log = folder / 'run', folder / 'log'
-        self.tool, self.ranks, self.nodes = tool, ranks, nodes
-        self.train = [tool, 'train', '--data', str(folder.parent / 'text'), *OPTIONS, '--steps',
-                      str(steps), '--run', str(self.run), '--go-on']
-        self.min_ranks = min_ranks or ranks * nodes
-        self.launchers = []
-
-    def start_node(self, node):
-        words = [self.tool, 'run', '-n', str(self.ranks), '--restarts', '1000', '--min-ranks',
-                 str(self.min_ranks)]
-        if self.nodes > 1:
-            words += ['--nnodes', str(self.nodes), '--node-rank', str(node), '--master',
-                      f'{own_address()}:{self.port}']
-        with open(self.log, 'a') as log:
-            return subprocess.Popen([*words, '--', *self.train], stdout=log,
-                                    stderr=subprocess.STDOUT, start_new_session=True)
-
-    def start(self):
-        self.port = free_port()
-        self.launchers = [self.start_node(node) for node in range(self.nodes)]
-        return self
-
-    def is_running(self):
-        return any(launcher.poll() is None for launcher in self.launchers)
-
-    def rank_pids(self):
-        return [pid for launcher in self.launchers for pid in children_of(launcher.pid)]
-
-    def num_steps(self):
-        return len(metrics(self.run))
-
-    def wait_for_step(self, step):
-        end = time.monotonic() + PATIENCE
-        while self.num_steps() < step and self.is_running():
-            expect(time.monotonic() < end, f'step {step} does not come')
-            time.sleep(0.02)
-
-    def wait(self):
-        codes = []
-        for launcher in self.launchers:
-            try:
-                codes.append(launcher.wait(PATIENCE))
-            except subprocess.TimeoutExpired:
-                raise Broken('the job does not end') from None
-        return codes
-
-    def end_in_time(self, number, ranks_too=False):
-        """Sends a signal to the launchers, or to the ranks, too, as some schedulers do. Expects
-        that everything ends soon, and returns after how many seconds it did."""
-        ranks = self.rank_pids()
-        sent = time.monotonic()
-        for launcher in self.launchers:
-            if launcher.poll() is None:
-                kill(launcher.pid, number)
-        for pid in ranks if ranks_too else []:
-            kill(pid, number)
-        self.wait()
-        took = time.monotonic() - sent
-        expect(took < IN_TIME, f'alive {IN_TIME} s after a signal')
-        expect(not any(os.path.exists(f'/proc/{pid}') for pid in ranks), 'ranks are left behind')
-        return took
-
-    def finish(self):
-        """Starts the job again, as a scheduler would, until it is done."""
-        for _ in range(3):
-            if not self.is_running():
-                self.start()
-            if set(self.wait()) == {0}:
-                return
-        raise Broken('the job does not get to its end')
-
-    def kill_all(self):
-        for launcher in self.launchers:
-            for pid in children_of(launcher.pid):
-                kill(pid)
-            if launcher.poll() is None:
-                launcher.kill()
-            launcher.wait()
-
-
-def kill(pid, number=signal.SIGKILL):
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        pass
-
-
-# ------------------------------------------------------------ Faults: each does its harm to a job
-
-
-def rank_dies(job, draw):
-    for _ in range(draw.randint(1, 3)):
-        job.wait_for_step(job.num_steps() + draw.randint(1, 15))
-        time.sleep(draw.random() / 2)
-        pids = job.rank_pids()
-        if pids:
-            kill(draw.choice(pids))
-
-
-def rank_is_slow(job, draw):
-    for _ in range(3):
-        pids = job.rank_pids()
-        if pids:
-            pid = draw.choice(pids)
-            kill(pid, signal.SIGSTOP)
-            time.sleep(draw.uniform(0.1, 2))
-            kill(pid, signal.SIGCONT)
-
-
-def rank_hangs(job, draw):
-    pids = job.rank_pids()
-    if pids:
-        kill(draw.choice(pids), signal.SIGSTOP)
-    time.sleep(draw.random())
-    job.end_in_time(signal.SIGTERM)
-
-
-def launcher_dies(job, draw):
-    ranks = job.rank_pids()
-    job.launchers[0].kill()
-    job.launchers[0].wait()
-    end = time.monotonic() + IN_TIME
-    while any(os.path.exists(f'/proc/{pid}') for pid in ranks):
-        expect(time.monotonic() < end, 'ranks outlive their launcher')
-        time.sleep(0.05)
-
-
-def person_interrupts(job, draw):
-    job.end_in_time(draw.choice([signal.SIGINT, signal.SIGTERM]))
-
-
-def save_is_interrupted(job, draw):
-    end = time.monotonic() + PATIENCE
-    while not list((job.run / 'checkpoints').glob('*.fsdp-saving')) and job.is_running():
-        expect(time.monotonic() < end, 'nothing is saved')
-    for pid in job.rank_pids():
-        kill(pid)
-
-
-def checkpoint_is_damaged(job, draw):
-    job.end_in_time(signal.SIGTERM)
-    saved = sorted((job.run / 'checkpoints').glob('step_????????'))
-    if len(saved) < 2:
-        return
-    path = draw.choice(list(saved[-1].glob('rank_*.safetensors')))
-    data = bytearray(path.read_bytes())
-    data[-draw.randint(1, len(data) // 2)] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
-    job.start()
-    expect(job.wait() == [0], 'a damaged checkpoint ends the job')
-    expect('the run goes on from' in job.log.read_text(), 'nobody speaks of the damage')
-
-
-def folder_is_in_use(job, draw):
-    second = subprocess.run([*job.train, '--ranks', '1'], capture_output=True, text=True)
-    if job.is_running():
-        expect(second.returncode == 4 and 'another run writes to' in second.stderr,
-               f'a second run was not refused: {second.returncode} {second.stderr}')
-
-
-def strangers_connect(job, draw):
-    lines = [line.split() for line in pathlib.Path('/proc/net/tcp').read_text().splitlines()]
-    listening = [line[1] for line in lines if line[3] == '0A' and line[1].startswith('0100007F')]
-    for address in listening[:20]:
-        with socket.socket() as stranger:
-            stranger.settimeout(0.2)
-            try:
-                stranger.connect(('127.0.0.1', int(address.split(':')[1], 16)))
-                stranger.send(draw.randbytes(draw.randint(1, 400)))
-            except OSError:
-                pass
-
-
-def node_is_lost(job, draw):
-    kill(job.launchers[1].pid)
-    job.launchers[1].wait()
-    time.sleep(draw.uniform(0, 9))
-    if job.launchers[0].poll() is None:
-        job.launchers[1] = job.start_node(1)
-
-
-FAULTS = [rank_dies, rank_is_slow, rank_hangs, launcher_dies, person_interrupts,
-          save_is_interrupted, checkpoint_is_damaged, folder_is_in_use, strangers_connect,
-          node_is_lost]
-
-# ------------------------------------------------------------ Rounds
+from chaos_faults import ENDS_BY_ITSELF, FAULTS, HARMLESS, node_is_lost
+from chaos_job import Broken, Job, expect, kill, metrics, own_address
 
 
 def compare(job, reference):
     losses = {line['step']: line['loss'] for line in metrics(job.run)}
     expect(len(losses) == len(reference), f'{len(losses)} steps instead of {len(reference)}')
+    expect(all(loss is not None for loss in losses.values()), 'a loss is not a number')
     worst = max(abs(losses[line['step']] - line['loss']) for line in reference)
     same_ranks = job.min_ranks == job.ranks * job.nodes
     expect(worst <= (0 if same_ranks else 2e-3), f'a loss differs by {worst}')
@@ -295,14 +57,19 @@ def one_round(number, fault, args, folder, reference):
     try:
         job.wait_for_step(draw.randint(1, args.steps * 2 // 3))
         time.sleep(draw.random() / 10)
-        fault(job, draw)
+        struck = fault(job, draw) is not False
+        if fault in ENDS_BY_ITSELF:
+            expect(job.wait() == [0], 'the job does not go on by itself')
+        if fault in HARMLESS:
+            expect(not metrics(job.run, 'lost_steps'), 'steps were lost')
         job.finish()
         worst = compare(job, reference)
     finally:
         job.kill_all()
     print(f'{number:5}  {fault.__name__:22} largest difference {worst:.1e}, '
-          f'{time.monotonic() - start:.1f} s', flush=True)
+          f'{time.monotonic() - start:.1f} s{"" if struck else ", but it came too late"}', flush=True)
     shutil.rmtree(own)
+    return struck
 
 
 def one_signal(number, args, folder, reference, seconds):
@@ -432,6 +199,8 @@ def main():
                         help='most seconds between two kills [6]')
     parser.add_argument('--faults', help='only those whose name contains this')
     args = parser.parse_args()
+    if not any((args.faults or '') in fault.__name__ for fault in FAULTS):
+        parser.error(f'--faults {args.faults}: there are {", ".join(f.__name__ for f in FAULTS)}')
     for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
         os.environ.pop(name, None)
     os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and several jobs may run
@@ -455,8 +224,7 @@ def main():
                     random.Random(f'{args.seed} {number} order').shuffle(faults)
                 fault = faults[number % len(faults)]
                 number += 1
-                one_round(number, fault, args, folder, reference)
-                tries[fault.__name__] += 1
+                tries[fault.__name__] += one_round(number, fault, args, folder, reference)
             print('\n| fault | survived |\n|---|---|')
             for name, count in sorted(tries.items()):
                 print(f'| {name.replace("_", " ")} | {count} of {count} |')

@@ -24,6 +24,7 @@ void for_each_option(Visit visit) {
   visit("min-lr", [](auto& config) -> auto& { return config.schedule.min_lr; }, false);
   visit("warmup", [](auto& config) -> auto& { return config.schedule.warmup; }, false);
   visit("schedule", [](auto& config) -> auto& { return config.schedule.kind; }, false);
+  visit("optimizer", [](auto& config) -> auto& { return config.optimizer; }, true);
   visit("weight-decay", [](auto& config) -> auto& { return config.weight_decay; }, false);
   visit("beta1", [](auto& config) -> auto& { return config.beta1; }, false);
   visit("beta2", [](auto& config) -> auto& { return config.beta2; }, false);

@@ -70,6 +70,10 @@ void check_optimizer(const TrainConfig& config) {
 
 } // namespace
 
+c10::ScalarType muon_dtype(const TrainConfig& config) {
+  return config.device == "cpu" ? c10::kFloat : c10::kBFloat16;
+}
+
 c10::ScalarType dtype_of(const std::string& name) {
   return name == "bf16" ? c10::kBFloat16 : name == "fp16" ? c10::kHalf : c10::kFloat;
 }

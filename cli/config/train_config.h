@@ -21,7 +21,8 @@ struct TrainConfig {
   int64_t seed = 1;
 
   Schedule schedule;
-  double weight_decay = 0.1; // for matrices only
+  std::string optimizer = "adamw"; // "muon" updates the matrices of blocks by Muon
+  double weight_decay = 0.1;       // for matrices only
   double beta1 = 0.9;
   double beta2 = 0.95;
   double clip = 1;        // the largest norm of the gradients; 0: no clipping
@@ -38,6 +39,8 @@ struct TrainConfig {
   MixedPrecisionPolicy precision() const;
 };
 
+/// The dtype in which Muon computes. In bf16 a CPU takes several times as long as in fp32.
+c10::ScalarType muon_dtype(const TrainConfig& config);
 /// The dtype of "bf16", "fp16" or "fp32".
 c10::ScalarType dtype_of(const std::string& name);
 /// Parses "true", "false", "auto" or a number of ranks. Throws ConfigError if the text is something

@@ -8,7 +8,6 @@
 #include <iostream>
 #include <iterator>
 #include <map>
-#include <memory>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -19,7 +18,6 @@
 #include <fsdp/version.h>
 
 #include "cli/check.h"
-#include "cli/command.h"
 #include "cli/files.h"
 #include "cli/report/report_page.h"
 
@@ -236,18 +234,6 @@ fs::path write_report(const fs::path& run) {
   const auto path = run / kReportFile;
   write_file(path, page);
   return path;
-}
-
-void add_report(CLI::App& app, Action& action) {
-  auto* command = app.add_subcommand("report", "Make a page about a training run");
-  auto run = std::make_shared<std::string>();
-  command->add_option("folder", *run, "The run's folder, e.g. runs/<name>")->required();
-  command->callback([run, &action] {
-    action = [run] {
-      std::cout << write_report(*run).string() << std::endl;
-      return 0;
-    };
-  });
 }
 
 } // namespace fsdp::cli

@@ -21,9 +21,10 @@ std::string traffic_text(const Plan& plan) {
   for (const auto& kind : plan.traffic) {
     text += (text.empty() ? "" : ", ") + plural(kind.count, kind.op) + " of " +
             binary_size(kind.bytes) + " in all" +
-            (kind.axis == "tp"    ? " for tp"
-             : kind.axis == "all" ? " for loss and norm"
-                                  : "");
+            (kind.axis == "tp"     ? " for tp"
+             : kind.axis == "muon" ? " for Muon"
+             : kind.axis == "all"  ? " for loss and norm"
+                                   : "");
   }
   return text.empty() ? "nothing to send" : text;
 }
@@ -99,7 +100,8 @@ void Narrator::plan(
   screen_.labelled(
       "run", c10::str(
                  plural(config.steps, "step"), " of ", config.batch, " x ", config.context, " = ",
-                 config.batch * config.context, " tokens (bytes), seed ", config.seed));
+                 config.batch * config.context, " tokens (bytes), seed ", config.seed,
+                 config.optimizer == "muon" ? ", by Muon" : ""));
 }
 
 void Narrator::text(const Corpus& corpus) {

@@ -1,5 +1,6 @@
 #include "cli/train/options.h"
 
+#include <fsdp/distributed.h>
 #include <fsdp/launch.h>
 #include <torch/cuda.h>
 
@@ -40,7 +41,7 @@ void for_each_folder_option(Visit visit) {
   visit("keep-every", [](auto& options) -> auto& { return options.keep.keep_every; });
 }
 
-/// Sizes that are not given become those of --model, see `resolve_model`.
+/// Sizes that are not given become those of --model, see `resolve_defaults`.
 void add_model_options(CLI::App& command, TrainOptions& options) {
   auto& dims = options.identity.config.model;
   std::string names;
@@ -74,13 +75,16 @@ void add_training_options(CLI::App& command, TrainOptions& options) {
   add("--context", config.context, "Bytes per row");
   add("--data", options.identity.data, "File or folder of text [LibTorch's C++ headers]");
   add("--seed", config.seed, "Seed of weights, batches and sample");
-  add("--lr", config.schedule.lr, "Highest learning rate");
+  add("--lr", config.schedule.lr, "Highest learning rate; 0.01 with --optimizer muon");
   add("--schedule", config.schedule.kind, "Decay of the learning rate after the warm-up")
       ->check(CLI::IsMember({"cosine", "linear", "constant"}));
   command.add_option(
       "--warmup", config.schedule.warmup, "Steps of the warm-up [a tenth of --steps]");
   command.add_option(
       "--min-lr", config.schedule.min_lr, "Learning rate at the end [a tenth of --lr]");
+  add("--optimizer", config.optimizer,
+      "muon updates the matrices of the blocks by Muon and the rest by AdamW")
+      ->check(CLI::IsMember({"adamw", "muon"}));
   add("--weight-decay", config.weight_decay, "Weight decay of matrices");
   command.add_option_function<std::string>(
       "--betas",
@@ -180,7 +184,7 @@ void add_options(CLI::App& command, TrainOptions& options) {
   }
 }
 
-void resolve_model(TrainOptions& options) {
+void resolve_defaults(TrainOptions& options) {
   auto& config = options.identity.config;
   const auto given = config;
   config.model = model_preset(options.model);
@@ -199,7 +203,10 @@ void resolve_model(TrainOptions& options) {
   if (options.given.contains("dim")) {
     dims.hidden = default_hidden(dims.dim);
   }
-  take_given(); // again: kv_heads and hidden may have been given, too
+  if (config.optimizer == "muon") {
+    config.schedule.lr = kMuonLr;
+  }
+  take_given(); // again: kv_heads, hidden and lr may have been given, too
 }
 
 void resolve_folder_options(TrainOptions& options, const std::optional<TrainOptions>& before) {
@@ -257,9 +264,11 @@ bool wants_processes(const TrainOptions& options) {
   const bool several_gpus = config.device == "cuda" && num_gpus > 1;
   const bool wanted = options.restarts > 0 || (ranks > 1 && (options.processes || several_gpus));
   check_config(
-      !wanted || config.device != "cuda" || ranks <= num_gpus, ranks, " ranks as processes, but ",
-      num_gpus, num_gpus == 1 ? " GPU" : " GPUs", ": NCCL needs one for each; use --ranks ",
-      num_gpus, num_gpus == 1 ? ", or leave --processes out for threads," : "", " or --device cpu");
+      !wanted || config.device != "cuda" || ranks <= num_gpus || nccl_shares_gpus(), ranks,
+      " ranks as processes, but ", num_gpus, num_gpus == 1 ? " GPU" : " GPUs",
+      ": NCCL needs one for each; use --ranks ", num_gpus,
+      num_gpus == 1 ? ", or leave --processes out for threads," : "",
+      " or --device cpu. NCCL 2.30 or later can share a GPU: NCCL_MULTI_RANK_GPU_ENABLE=1");
   return wanted;
 }
 

@@ -51,9 +51,10 @@ struct TrainOptions {
 /// Adds all options to the command, in groups.
 void add_options(CLI::App& command, TrainOptions& options);
 
-/// Sets the sizes of the model that were not given, by --model or from the sizes that were given.
-/// Throws ConfigError if there is no such --model.
-void resolve_model(TrainOptions& options);
+/// Sets what was not given and follows from other options: the sizes of the model from --model or
+/// from other sizes, the learning rate from --optimizer. Throws ConfigError if there is no such
+/// --model.
+void resolve_defaults(TrainOptions& options);
 /// Sets options that checkpoints do not hold. Those that were not given become the ones in the
 /// folder of a resumed run, which `before` holds. Also decides how often to save.
 void resolve_folder_options(TrainOptions& options, const std::optional<TrainOptions>& before);

@@ -3,8 +3,11 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
 #include <fsdp/meta_init.h>
+#include <fsdp/muon.h>
 
 namespace fsdp::cli {
 
@@ -44,12 +47,18 @@ void add_param(
   group.numel += param.numel();
   group.num_params += 1;
   group.num_matrices += is_divided ? 1 : 0;
-  group.shard_bytes += padded / mesh.shard * row * 4;
+  const auto shard_bytes = padded / mesh.shard * row * 4;
+  group.shard_bytes += shard_bytes;
+  if (is_divided && name.starts_with("layers.")) {
+    group.muon_numel += param.numel();
+    group.muon_bytes += shard_bytes;
+  }
   group.gathered_bytes += padded * row * param_bytes;
   group.padding_bytes += (padded - rows) * row * param_bytes;
 }
 
-/// The groups that `build_sharded` makes: one per block, and one for the rest.
+/// The groups that `build_sharded` makes: one per block, and one for the rest. `sharding_plan`
+/// would need the mesh to exist, and a plan is made for meshes of any size.
 std::vector<GroupPlan> plan_groups(
     const ModelDims& dims, const MeshShape& mesh, int64_t param_bytes) {
   const MetaInit on_meta;
@@ -119,6 +128,57 @@ TrafficPlan plan_small_traffic(const Plan& plan, const TrainConfig& config, cons
   return reduces;
 }
 
+/// What Muon takes of a rank.
+struct MuonPlan {
+  MuonPlan(const Plan& plan, const TrainConfig& config, const MeshShape& mesh) {
+    if (config.optimizer != "muon") {
+      return;
+    }
+    int64_t numel = 0;
+    for (const auto& group : plan.groups) {
+      numel += group.muon_numel;
+      averages -= group.muon_bytes;
+      shards += group.muon_bytes;
+    }
+    const auto bytes = static_cast<int64_t>(c10::elementSize(muon_dtype(config)));
+    const auto most = optim::Muon::kExchangeNumel;
+    num_exchanges = std::max<int64_t>(1, numel / mesh.ranks() / most);
+    const auto held = shards / 4 / num_exchanges;
+    const auto owned = bytes * numel / mesh.ranks() / num_exchanges;
+    // First the directions, what is sent, what is received, and what was received before. Later all
+    // matrices, and for those of one shape the next ones, their products and a polynomial of these.
+    const auto sends = (4 + bytes) * held + (mesh.ranks() > 1 ? owned : 0);
+    const auto computes =
+        owned + bytes * largest_batch(config.model) / mesh.ranks() / num_exchanges;
+    in_step = std::max(sends, computes) + (num_exchanges > 1 ? owned : 0);
+    // All directions are sent within a replica, and all results to every replica.
+    sent_bytes = mesh.ranks() > 1 ? bytes * (shards / 4 + shards / 4 / mesh.replicate) : 0;
+  }
+
+  /// Elements of the tensors that Muon needs beside all matrices while it computes those of one
+  /// shape: as many as these have, and twice their products with themselves.
+  static int64_t largest_batch(const ModelDims& dims) {
+    std::map<std::pair<int64_t, int64_t>, int64_t> counts;
+    const auto kv = dims.kv_heads * dims.head_dim();
+    counts[{dims.dim, dims.dim}] += 2;
+    counts[{kv, dims.dim}] += 2;
+    counts[{dims.hidden, dims.dim}] += 2;
+    counts[{dims.dim, dims.hidden}] += 1;
+    int64_t most = 0;
+    for (const auto& [shape, count] : counts) {
+      const auto few = std::min(shape.first, shape.second);
+      most = std::max(most, count * (shape.first * shape.second + 2 * few * few));
+    }
+    return dims.layers * most;
+  }
+
+  int64_t averages = 0; // less than AdamW's
+  int64_t shards = 0;   // bytes of parameters that Muon updates
+  int64_t num_exchanges = 0;
+  int64_t sent_bytes = 0;
+  int64_t in_step = 0; // bytes that are needed for a moment
+};
+
 std::vector<TrafficPlan> plan_traffic(
     const Plan& plan, const TrainConfig& config, const MeshShape& mesh, int64_t reduce_bytes) {
   TrafficPlan gathers{.op = "all-gather", .axis = "shard"};
@@ -142,9 +202,15 @@ std::vector<TrafficPlan> plan_traffic(
       reduces.bytes += group.shard_bytes / 4 * reduce_bytes;
     }
   }
+  const MuonPlan muon(plan, config, mesh);
+  const TrafficPlan matrices{
+      .op = "all-to-all",
+      .axis = "muon",
+      .count = mesh.ranks() > 1 ? 2 * muon.num_exchanges : 0,
+      .bytes = muon.sent_bytes};
   std::vector<TrafficPlan> traffic;
   for (const auto& kind :
-       {gathers, scatters, reduces, plan_small_traffic(plan, config, mesh),
+       {gathers, scatters, reduces, matrices, plan_small_traffic(plan, config, mesh),
         plan_tensor_traffic(config, mesh)}) {
     if (kind.count > 0) {
       traffic.push_back(kind);
@@ -288,14 +354,15 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh, const PlanFor& 
                                        : config.model.layers * act.block);
   const bool on_cpu = config.device == "cpu";
   const bool state_on_host = config.offload && !on_cpu;
-  const auto state = 3 * plan.shard_bytes; // parameters, and two averages of the optimizer
+  const MuonPlan muon(plan, config, mesh);
+  const auto state = 3 * plan.shard_bytes + muon.averages; // parameters and averages
   const auto grads = plan.shard_bytes;
   const auto staged = what.saves ? state / mesh.replicate : 0; // the copy that is being written
   plan.state_bytes = state_on_host ? 0 : state + grads;
   const auto backward = plan_backward(plan, config, mesh);
   // The optimizer's step has all gradients and nothing of backward.
-  plan.peak_bytes = (state_on_host ? 0 : state) + std::max(backward, state_on_host ? 0 : grads) +
-                    (on_cpu ? staged : 0);
+  const auto step = (state_on_host ? 0 : grads) + muon.in_step;
+  plan.peak_bytes = (state_on_host ? 0 : state) + std::max(backward, step) + (on_cpu ? staged : 0);
   plan.host_bytes = on_cpu ? 0 : staged + (state_on_host ? state + grads : 0);
   return plan;
 }

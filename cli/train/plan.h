@@ -19,12 +19,15 @@ struct GroupPlan {
   int64_t padding_bytes = 0;  // the padding in `gathered_bytes`
   int64_t num_params = 0;     // how many parameters, not their elements
   int64_t num_matrices = 0;   // those of them that tensor parallelism divides
+  int64_t muon_numel = 0;     // elements of the whole parameters that Muon updates
+  int64_t muon_bytes = 0;     // of `shard_bytes`
 };
 
 /// The collectives of one kind that each rank makes in one step.
 struct TrafficPlan {
   std::string op;
-  std::string axis; // of the mesh, with its name in --mesh; "all" for loss and norm, over any axis
+  std::string axis; // of the mesh, with its name in --mesh; "all" for loss and norm, "muon" for its
+                    // matrices
   int64_t count = 0;
   int64_t bytes = 0; // in all; of input and output the larger one counts
 };
@@ -37,8 +40,8 @@ struct PlanFor {
 /// Note [What a run will take]
 /// The plan is computed from the sizes of the model, before the model is built. Its peak is what
 /// `memory_stats` counts: the tensors of one rank, on the device where it trains.
-/// - Shards and the optimizer's two averages are always there, in fp32. A save that is under way
-///   has a copy of them in host memory.
+/// - Shards and the optimizer's averages are always there, in fp32: two of each parameter, or one
+///   if Muon updates it. A save that is under way has a copy of them in host memory.
 /// - Activations are what autograd keeps of the operators of each block, counted by hand. With
 ///   activation checkpointing it keeps the input of each block, and all of the block that backward
 ///   is at.
@@ -47,7 +50,9 @@ struct PlanFor {
 ///   Meanwhile there are: this block gathered and the next one, the gradients of this block, the
 ///   buffers that reduce those of the block before, and the root's parameters.
 /// - Gradients that are accumulated stay unsharded until the last part reduces them.
-/// - The optimizer's step has the sharded gradients of all blocks.
+/// - The optimizer's step has the sharded gradients of all blocks. Muon's has matrices on their
+/// way,
+///   and whole ones, too.
 /// The peak is that of the moment that has the most. tests/cli/plan_test.cpp measures it.
 struct Plan {
   int64_t num_params = 0;

@@ -61,15 +61,15 @@ std::string advice_instead_of(const std::filesystem::path& checkpoint) {
 }
 
 constexpr const char* kConvertAdvice =
-    "; a checkpoint of fsdp train that was converted can be used if it was converted with --format "
-    "sharded and without --rename, and if --only, where it is given, matches config.*";
+    "; fsdp convert writes what can be used if --rename is left out, and if --only, where it is "
+    "given, matches model.* and config.*; to resume from it, also use --format sharded";
 
-/// Says what to do with a folder or a file of safetensors that has no settings.
-std::string advice_on_format(const std::string& path) {
+/// Whether safetensors files without a manifest lie there.
+bool is_foreign_checkpoint(const std::string& path) {
   try {
-    return inspect_checkpoint(path).is_ours ? "" : kConvertAdvice;
+    return !inspect_checkpoint(path).is_ours;
   } catch (const CheckpointError&) {
-    return "";
+    return false;
   }
 }
 
@@ -131,15 +131,19 @@ std::vector<std::string> skipped_checkpoints(
 SavedRun find_saved_run(
     const std::string& path, const char* option /* = "--resume" */, bool model_only /* = false */) {
   SavedRun saved;
-  auto latest = CheckpointSeries(checkpoints_of(path)).latest();
-  saved.is_latest = latest.has_value();
-  if (!latest) {
-    latest = CheckpointSeries(path).latest();
+  std::optional<std::filesystem::path> latest;
+  if (is_folder(path)) {
+    latest = CheckpointSeries(checkpoints_of(path)).latest();
+    saved.is_latest = latest.has_value();
+    latest = latest ? latest : CheckpointSeries(path).latest();
   }
   saved.path = latest.value_or(path);
-  check_config(
-      latest || is_file(saved.path / "manifest.json"), option, ": there is no complete checkpoint ",
-      "in ", checkpoints_of(path).string(), ", nor is ", path, " one", advice_on_format(path));
+  if (!latest && !is_file(saved.path / "manifest.json")) {
+    const bool is_foreign = is_foreign_checkpoint(path);
+    check_config(
+        model_only && is_foreign, option, ": there is no complete checkpoint ", "in ",
+        checkpoints_of(path).string(), ", nor is ", path, " one", is_foreign ? kConvertAdvice : "");
+  }
   const auto values = inspect_checkpoint(saved.path).values;
   const auto has = [&](const char* name) {
     return std::any_of(

@@ -86,6 +86,7 @@ void RunFolder::begin(const Plan& plan, c10::Device device, int64_t before) {
     metrics_.emplace(folder / kMetricsFile, before);
   });
   trace_.emplace(path_, before, options_.identity.config.steps, device);
+  recovered_at_ = before + std::stoll(gather_texts(std::to_string(lost().steps)).front());
 }
 
 void RunFolder::before_step(int64_t step) {
@@ -108,7 +109,8 @@ void RunFolder::add(const Validation& validation) {
 
 void RunFolder::after_step(Trainer& trainer, const RunState& run) {
   const auto every = options_.save_every.value_or(0);
-  if (series_ && every > 0 && run.step % every == 0 && run.step < options_.identity.config.steps) {
+  const bool is_due = every > 0 && (run.step % every == 0 || run.step == recovered_at_);
+  if (series_ && is_due && run.step < options_.identity.config.steps) {
     expect_save(trainer);
     series_->async_save(run.step, make_run_state_dict(trainer, run, options_.identity));
   }

@@ -56,6 +56,8 @@ class RunFolder {
   std::optional<CheckpointSeries> series_;
   std::optional<MetricsFile> metrics_; // on rank 0 only
   std::optional<StepTrace> trace_;
+  int64_t recovered_at_ =
+      0; // the last step that is made again; saved, so that it is not lost twice
 };
 
 } // namespace fsdp::cli

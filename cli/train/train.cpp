@@ -288,7 +288,7 @@ int train(TrainOptions options) {
   auto& config = identity.config;
   resolve_restart(options);
   check_contradictions(options);
-  resolve_model(options);
+  resolve_defaults(options);
   std::optional<TrainOptions> before;
   std::optional<SavedRun> saved;
   if (!options.resume.empty()) {

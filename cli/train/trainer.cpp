@@ -23,6 +23,8 @@ namespace fsdp::cli {
 namespace {
 
 constexpr int64_t kValidationBatches = 8;
+using torch::optim::OptimizerParamGroup;
+using Tensors = std::vector<torch::Tensor>;
 
 /// The device of this rank. The ranks of a machine take its accelerators in turn.
 c10::Device pick_device(const std::string& name) {
@@ -37,21 +39,48 @@ c10::Device pick_device(const std::string& name) {
   return device;
 }
 
-/// Weight decay applies only to matrices, not to the weights of norms.
-Optimizer make_optimizer(const Transformer& model, const TrainConfig& config) {
-  std::vector<torch::Tensor> matrices;
-  std::vector<torch::Tensor> vectors;
-  for (const auto& param : model->parameters()) {
-    (param.dim() > 1 ? matrices : vectors).push_back(param);
+/// A parameter group by AdamW.
+OptimizerParamGroup adamw_group(Tensors params, const TrainConfig& config, double weight_decay) {
+  return {
+      std::move(params),
+      std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(config.schedule.lr)
+                                                       .betas({config.beta1, config.beta2})
+                                                       .weight_decay(weight_decay))};
+}
+
+/// A parameter group of Muon, with the learning rate and weight decay that suit AdamW, too.
+OptimizerParamGroup muon_group(
+    Tensors params, const TrainConfig& config, double weight_decay, bool adamw) {
+  return {
+      std::move(params),
+      std::make_unique<optim::MuonOptions>(optim::MuonOptions(config.schedule.lr)
+                                               .match_rms_adamw(true)
+                                               .ns_dtype(muon_dtype(config))
+                                               .weight_decay(weight_decay)
+                                               .adamw(adamw)
+                                               .betas({config.beta1, config.beta2}))};
+}
+
+/// Weight decay applies only to matrices, not to the weights of norms. Muon is for the matrices
+/// inside of the model, not for those of its first and last layer.
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(
+    const Transformer& model, const TrainConfig& config) {
+  Tensors inner;
+  Tensors outer;
+  Tensors vectors;
+  for (const auto& item : model->named_parameters()) {
+    const bool is_inner = item.key().starts_with("layers.");
+    (item.value().dim() < 2 ? vectors : is_inner ? inner : outer).push_back(item.value());
   }
-  const auto options = [&](double weight_decay) {
-    return std::make_unique<torch::optim::AdamWOptions>(
-        torch::optim::AdamWOptions(config.schedule.lr)
-            .betas({config.beta1, config.beta2})
-            .weight_decay(weight_decay));
-  };
-  return Optimizer(std::vector<torch::optim::OptimizerParamGroup>{
-      {matrices, options(config.weight_decay)}, {vectors, options(0)}});
+  if (config.optimizer == "muon") {
+    return std::make_unique<optim::Muon>(std::vector{
+        muon_group(inner, config, config.weight_decay, false),
+        muon_group(outer, config, config.weight_decay, true),
+        muon_group(vectors, config, 0, true)});
+  }
+  inner.insert(inner.end(), outer.begin(), outer.end());
+  return std::make_unique<optim::AdamW>(std::vector{
+      adamw_group(inner, config, config.weight_decay), adamw_group(vectors, config, 0)});
 }
 
 [[noreturn]] void stop_at(int64_t step, const std::string& what) {
@@ -116,7 +145,7 @@ Trainer::Trainer(const TrainConfig& config, const Corpus& corpus, Asked asked)
   for (const auto& item : named_dtensors(model_)) {
     num_params_ += item.value().numel();
   }
-  optimizer_.emplace(make_optimizer(model_, config));
+  optimizer_ = make_optimizer(model_, config);
 }
 
 StepResult Trainer::step(int64_t step) {

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -18,8 +19,6 @@
 #include "cli/train/model.h"
 
 namespace fsdp::cli {
-
-using Optimizer = optim::AdamW;
 
 /// The learning rate of a step. `step` counts from 0.
 double learning_rate(const TrainConfig& config, int64_t step);
@@ -100,7 +99,7 @@ class Trainer {
   const TrainMesh mesh_;
   Transformer model_;
   int64_t num_params_ = 0;
-  std::optional<Optimizer> optimizer_; // made after the parameters are sharded
+  std::unique_ptr<torch::optim::Optimizer> optimizer_; // made after the parameters are sharded
   GradScaler scaler_;
 };
 

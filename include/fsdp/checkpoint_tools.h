@@ -82,7 +82,6 @@ struct ConvertReport {
   int64_t num_files = 0;
   int64_t num_tensors = 0;
   int64_t bytes = 0;
-  int64_t values_left_out = 0; // with `full`, which stores tensors only
   std::filesystem::path input; // for a series or a run, the checkpoint that was chosen
 };
 

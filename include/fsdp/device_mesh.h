@@ -55,6 +55,8 @@ class FSDP_API DeviceMesh {
   ProcessGroup get_group(std::string_view axis) const;
   /// Only for a mesh of one axis.
   ProcessGroup get_group() const;
+  /// The process group of all ranks of this mesh, in the order of `ranks()`. Collective over them.
+  ProcessGroup whole_group() const;
 
   /// The slice along the named axes. The axes must be given in the mesh's own order. Names that
   /// `flatten` introduced can be used, too.

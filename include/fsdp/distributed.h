@@ -17,7 +17,9 @@ namespace fsdp {
 /// and the call only checks that the options fit it.
 FSDP_API void init_process_group(const InitOptions& options = {});
 
-/// Leaves the world. Its process groups must not be used afterwards. Not collective.
+/// Leaves the world. Its process groups must not be used afterwards. Over nccl it waits up to three
+/// seconds for the other ranks to leave, too, but not while an exception is thrown or if a rank is
+/// gone. A program that ends without this call leaves its world in the same way.
 FSDP_API void destroy_process_group();
 
 FSDP_API bool is_initialized();
@@ -25,6 +27,13 @@ FSDP_API int get_rank();
 FSDP_API int get_world_size();
 /// This rank's number among the ranks of its machine: use it to choose a GPU.
 FSDP_API int get_local_rank();
+
+/// The version of the NCCL library that is loaded: 23203 is 2.32.3. 0 if there is none. It may
+/// differ from the version that torch was built with.
+FSDP_API int nccl_version();
+/// Whether several ranks may use one GPU over nccl. NCCL can do it since 2.30, if the variable
+/// NCCL_MULTI_RANK_GPU_ENABLE is 1.
+FSDP_API bool nccl_shares_gpus();
 
 /// The process group of all ranks. Throws if there is none.
 FSDP_API ProcessGroup default_group();

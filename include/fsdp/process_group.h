@@ -19,6 +19,7 @@ class ProcessGroup;
 class Work;
 
 namespace detail {
+class BackendFactory;
 struct GroupState;
 struct WorkState;
 struct CollectiveCall;
@@ -29,6 +30,8 @@ Work all_gather_placed_async(
     at::Tensor in,
     std::shared_ptr<const GatherPlan> plan);
 void compare_calls(const std::vector<ProcessGroup>& groups, at::Device device);
+/// Makes a group of ranks of the world to which `group` belongs. See ProcessGroup::new_group.
+ProcessGroup group_of_world_ranks(const ProcessGroup& group, const std::vector<int>& world_ranks);
 } // namespace detail
 
 /// A collective in flight. Read its result, and change its inputs, only after `wait()`. On the
@@ -134,6 +137,9 @@ class FSDP_API ProcessGroup {
       at::Tensor in,
       std::shared_ptr<const detail::GatherPlan> plan);
   friend void detail::compare_calls(const std::vector<ProcessGroup>& groups, at::Device device);
+  friend ProcessGroup detail::group_of_world_ranks(
+      const ProcessGroup& group, const std::vector<int>& world_ranks);
+  std::shared_ptr<detail::BackendFactory> factory() const;
   Work issue(detail::CollectiveCall call) const;
 
   std::shared_ptr<detail::GroupState> state_;

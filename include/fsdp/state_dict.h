@@ -89,7 +89,7 @@ FSDP_API void set_model_state_dict(
 /// Returns the state and the hyper-parameters of an optimizer by parameter name: for example
 /// "state.<parameter>.exp_avg", "state.<parameter>.step", "param_groups.<parameter>.lr". So it
 /// can be loaded with any number of ranks and any order of parameter groups. Works for Adam,
-/// AdamW, SGD, RMSprop and Adagrad of torch, and for those of fsdp::optim.
+/// AdamW, SGD, RMSprop and Adagrad of torch, and for all of fsdp::optim.
 ///
 /// State that the optimizer has not made yet is included with its starting values, so that a
 /// checkpoint can be loaded into it; the optimizer itself does not get it. State of frozen

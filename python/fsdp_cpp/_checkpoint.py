@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+from torch.distributed.tensor import DTensor
 
 from . import _C
-from ._mesh import spec_of
+from ._placements import EngineMeshes
 
 Path = str | os.PathLike[str]
 Items = list[tuple[str, Any]]
@@ -119,18 +118,14 @@ def _agreed_items(state_dict: MutableMapping[str, Any], path: Path) -> Items:
 
 
 def _items(state_dict: MutableMapping[str, Any]) -> Items:
-    meshes: dict[Any, _C.Mesh] = {}
+    meshes = EngineMeshes()
     items: dict[str, Any] = {}
     for key, value in _leaves(state_dict, ""):
         key.encode()  # throws here, and not on the way to the engine
         if isinstance(value, DTensor):
-            mesh = value.device_mesh
-            if mesh.get_coordinate() is None:
+            if value.device_mesh.get_coordinate() is None:
                 continue  # other ranks have it
-            if mesh not in meshes:
-                meshes[mesh] = _C.Mesh(spec_of(mesh), dist.distributed_c10d._get_default_group())
-            placements = [_numbers(placement, key) for placement in value.placements]
-            value = _C.DTensor(_plain(value._local_tensor, key), meshes[mesh], placements, list(value.shape))
+            value = meshes.dtensor(value, _plain(value._local_tensor, key), key)
         elif isinstance(value, torch.Tensor):
             value = _plain(value, key)
         elif isinstance(value, str):
@@ -158,12 +153,3 @@ def _plain(tensor: torch.Tensor, key: str) -> torch.Tensor:
             "save the tensors inside of it"
         )
     return tensor.detach()
-
-
-def _numbers(placement: Placement, key: str) -> list[int]:
-    """A placement, as the engine takes it."""
-    if isinstance(placement, Partial):
-        raise ValueError(f"'{key}' is a sum that is not complete ({placement}); redistribute it before saving")
-    if isinstance(placement, _StridedShard):
-        return [placement.dim, int(placement.split_factor)]
-    return [placement.dim] if isinstance(placement, Shard) else []

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ._mesh import ParamMesh, WholeMesh
+from . import _C
+from ._mesh import ParamMesh, WholeMesh, spec_of
 
 
 def spec_at_rest(name: str, param: nn.Parameter, dim: int, over: ParamMesh) -> DTensorSpec:
@@ -102,3 +105,44 @@ def _with_one_axis_of_shards(
             meshes.append(whole.mesh[whole.names[axis]])
             merged.append(placement)
     return DeviceMesh._concatenate(meshes), merged
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def local_grad_of(param: torch.Tensor, group: int, index: int) -> torch.Tensor:
+    """This rank's part of the gradient, which must be placed as the parameter is. The numbers are for a message."""
+    grad = param.grad
+    assert grad is not None
+    if isinstance(param, DTensor) and (not isinstance(grad, DTensor) or grad.placements != param.placements):
+        placements = grad.placements if isinstance(grad, DTensor) else "none"
+        raise ValueError(
+            f"parameter {index} of group {group} has the placements {param.placements}, and its gradient {placements}: "
+            "redistribute the gradient"
+        )
+    return local_of(grad)
+
+
+class EngineMeshes:
+    """The meshes that the engine was told of, each once."""
+
+    def __init__(self) -> None:
+        self._meshes: dict[DeviceMesh, _C.Mesh] = {}
+
+    def dtensor(self, tensor: DTensor, local: torch.Tensor, name: str) -> _C.DTensor:
+        """The DTensor, as the engine takes it, with another local tensor."""
+        mesh = tensor.device_mesh
+        if mesh not in self._meshes:
+            self._meshes[mesh] = _C.Mesh(spec_of(mesh), dist.distributed_c10d._get_default_group())
+        placements = [_numbers(placement, name) for placement in tensor.placements]
+        return _C.DTensor(local, self._meshes[mesh], placements, list(tensor.shape))
+
+
+def _numbers(placement: Placement, name: str) -> list[int]:
+    """A placement, as the engine takes it."""
+    if isinstance(placement, Partial):
+        raise ValueError(f"'{name}' is a sum that is not complete ({placement}); redistribute it first")
+    if isinstance(placement, _StridedShard):
+        return [placement.dim, int(placement.split_factor)]
+    return [placement.dim] if isinstance(placement, Shard) else []

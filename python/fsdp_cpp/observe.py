@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import pathlib
 import time
 from typing import Any
 
@@ -113,3 +115,98 @@ class Trace:
             merged += events
         with open(path, "w") as file:
             json.dump({"traceEvents": merged}, file)
+
+
+class Run:
+    """A folder about a training: losses, speed and memory of each step, the groups, a timeline, and report.html.
+
+    with Run("runs/mine", model, batch=32, lr=3e-4) as run:
+        for tokens in batches:
+            ...
+            run.step(loss=loss.item(), tokens=tokens.numel() * dist.get_world_size())
+
+    All ranks use it in the same way, and rank 0 writes, with the numbers that it gives. The page is written at the
+    end, also after an exception; `fsdp report runs/mine` makes it anew. Keyword arguments are shown on the page. The
+    timeline has the steps in `traced`. docs/run_folder.md says what the files contain.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        device: torch.device | str | None = None,
+        traced: range = range(11, 14),
+        **options: Any,
+    ) -> None:
+        self.folder = pathlib.Path(folder)
+        self._device = _device(device)
+        self._groups = [
+            {key: getattr(group, key) for key in ("numel", "shard_bytes", "gathered_bytes", "padding_bytes")}
+            | {"name": group.module}
+            for group in sharding_plan(model).groups
+        ]
+        self._options = {"ranks": dist.get_world_size() if dist.is_initialized() else 1} | options
+        self._is_writer = not dist.is_initialized() or dist.get_rank() == 0
+        self._traced = traced
+        self._trace: Trace | None = None
+        self._steps = self._tokens = 0
+        self._began = 0.0
+
+    def __enter__(self) -> Run:
+        if self._is_writer:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.json").write_text(json.dumps(self._options, default=str))
+            (self.folder / "groups.json").write_text(json.dumps(self._groups))
+            (self.folder / "metrics.jsonl").write_text("")
+        memory_stats(self._device)  # begins to count
+        reset_peak_memory_stats(self._device)
+        self._record_next_step()
+        self._began = time.perf_counter()
+        return self
+
+    def step(
+        self, loss: float, *, tokens: int = 0, lr: float | None = None, grad_norm: float | None = None
+    ) -> None:
+        """Ends a step. `tokens` are those of the step, on all ranks."""
+        now = time.perf_counter()
+        seconds, self._began = now - self._began, now
+        self._steps += 1
+        self._tokens += tokens
+        if self._is_writer:
+            line = {
+                "step": self._steps,
+                "loss": _finite(loss),
+                "grad_norm": _finite(grad_norm),
+                "lr": _finite(lr),
+                "tokens": self._tokens,
+                "seconds": seconds,
+                "tokens_per_s": tokens / seconds,
+                "exposed_s": None,
+                "memory": dataclasses.asdict(memory_stats(self._device)),
+            }
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
+        reset_peak_memory_stats(self._device)
+        self._record_next_step()
+
+    def _record_next_step(self) -> None:
+        following = self._steps + 1
+        if following in self._traced:
+            if self._trace is None:
+                self._trace = Trace(self._device).__enter__()
+            self._trace.begin_step(following)
+        elif self._trace is not None and following == self._traced.stop:
+            self._trace.__exit__()
+
+    def __exit__(self, error: type[BaseException] | None, *_rest: object) -> None:
+        if self._trace is not None:
+            self._trace.__exit__()
+            if error is None:  # after an error the other ranks may not come
+                self._trace.write(self.folder / "trace.json")
+        if self._is_writer and self._steps > 0:
+            _C.write_report(str(self.folder))
+
+
+def _finite(value: float | None) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None

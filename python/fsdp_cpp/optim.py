@@ -1,4 +1,4 @@
-"""An optimizer and gradient clipping that work on the shards, past the dispatch of DTensors."""
+"""Optimizers and gradient clipping that work on the shards, past the dispatch of DTensors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from ._muon import Muon, loss_of
+from ._placements import local_grad_of, local_of
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+__all__ = ["AdamW", "Muon", "clip_grad_norm_"]
 
 
 class AdamW(torch.optim.AdamW):
@@ -25,15 +26,15 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
+        loss = loss_of(closure)
+        for number, group in enumerate(self.param_groups):
+            for index, param in enumerate(group["params"]):
+                if param.grad is not None:
+                    local_grad_of(param, number, index)  # checks it
             # Parameters, gradients, both moments, largest second moments, steps.
             lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
             has_complex = self._init_group(group, *lists)
-            params, grads, moments, squares, largest, steps = ([_local(one) for one in each] for each in lists)
+            params, grads, moments, squares, largest, steps = ([local_of(one) for one in each] for each in lists)
             beta1, beta2 = group["betas"]
             adamw(
                 params,
@@ -89,7 +90,7 @@ def clip_grad_norm_(
         if isinstance(grad, DTensor):
             axes = [i for i, placement in enumerate(grad.placements) if not placement.is_replicate()]
             groups = tuple(grad.device_mesh.get_group(axis) for axis in axes)
-        by_groups.setdefault(groups, []).append(_local(grad))
+        by_groups.setdefault(groups, []).append(local_of(grad))
     is_max = norm_type == float("inf")
     norms = []
     for groups, local in by_groups.items():

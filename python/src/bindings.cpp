@@ -8,6 +8,7 @@
 #include "custom_comm.h"
 #include "dtensor_param.h"
 #include "module_state.h"
+#include "muon.h"
 #include "observe.h"
 #include "process_groups.h"
 
@@ -176,4 +177,5 @@ PYBIND11_MODULE(_C, m) {
   bind_state(m);
   bind_observers(m);
   bind_checkpoints(m);
+  bind_muon(m);
 }

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "cli/report/report.h"
 #include "module_state.h"
 
 namespace fsdp::python {
@@ -90,6 +91,7 @@ void bind_plans(py::module_& m) {
 
 void bind_observers(py::module_& m) {
   bind_plans(m);
+  m.def("write_report", [](const std::string& run) { return cli::write_report(run).string(); });
   m.def("memory_stats", &stats_of);
   m.def("reset_peak_memory_stats", &reset_peak_memory_stats);
   py::class_<OwnedTrace>(m, "Trace")

@@ -4,7 +4,7 @@
 
 namespace fsdp::python {
 
-/// Binds sharding_plan, memory_stats and Trace.
+/// Binds sharding_plan, memory_stats, Trace and write_report.
 void bind_observers(py::module_& m);
 
 } // namespace fsdp::python

@@ -113,6 +113,15 @@ class NativeBackend : public GivenBackend {
       std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override {
     return issue_unlocked([&] { return group_->broadcast(tensors, options); });
   }
+  WorkPtr alltoall_base(
+      at::Tensor& out,
+      at::Tensor& in,
+      std::vector<int64_t>& out_splits,
+      std::vector<int64_t>& in_splits,
+      const c10d::AllToAllOptions& options) override {
+    return issue_unlocked(
+        [&] { return group_->alltoall_base(out, in, out_splits, in_splits, options); });
+  }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     return issue_unlocked([&] { return group_->barrier(options); });
   }
@@ -158,6 +167,15 @@ class PythonBackend : public GivenBackend {
       std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override {
     const Locked locked;
     return call({"broadcast"}, tensors.at(0), py::arg("group_src") = options.rootRank);
+  }
+  WorkPtr alltoall_base(
+      at::Tensor& out,
+      at::Tensor& in,
+      std::vector<int64_t>& out_splits,
+      std::vector<int64_t>& in_splits,
+      const c10d::AllToAllOptions& /*options*/) override {
+    const Locked locked;
+    return call({"all_to_all_single"}, out, in, out_splits, in_splits);
   }
 
  private:

@@ -22,6 +22,11 @@ std::string join(const Range& items, std::string_view separator = ", ") {
   return out.str();
 }
 
+/// What messages call the module of this name, for example "module 'layers.0'".
+inline std::string module_text(const std::string& name) {
+  return name.empty() ? "the root module" : "module '" + name + "'";
+}
+
 /// The parts of `text` between separators; empty parts are kept.
 std::vector<std::string> split(std::string_view text, char separator);
 

@@ -29,9 +29,17 @@ std::map<std::string, std::vector<int64_t>> sharding_info(
   }
   const auto where = file + ", " + kShardingInfo;
   const auto info = parse_json(found->second, where);
+  std::map<std::string_view, std::vector<int64_t>> saved;
+  for (const auto item : json_members(info.root(), kShardingInfo, file)) {
+    saved[item.name()] =
+        json_sizes(json_field(item, "saved_offsets", where), "saved_offsets", where);
+  }
   for (const auto& entry : header.entries) {
-    const auto& item = json_field(info, entry.name.c_str(), where);
-    auto offsets = json_sizes(json_field(item, "saved_offsets", where), "saved_offsets", where);
+    const auto place = saved.find(entry.name);
+    FSDP_CHECK_AS(
+        CheckpointError, place != saved.end(), where, ": there is no '", entry.name,
+        "' where one has to be");
+    auto& offsets = place->second;
     auto sizes = offsets;
     bool fits = offsets.size() == entry.sizes.size();
     for (size_t dim = 0; fits && dim < sizes.size(); ++dim) {
@@ -63,10 +71,16 @@ class Collector {
       }
       add(entry, std::move(piece), file.path().string());
     }
+    if (const auto found = header.metadata.find(kValuesKey); found != header.metadata.end()) {
+      const auto where = file.path().string() + ", " + kValuesKey;
+      for (auto& value : parse_values(found->second, where)) {
+        catalog_.values.push_back(std::move(value));
+      }
+    }
   }
 
   Catalog finish() {
-    catalog_.index();
+    catalog_.index(catalog_.folder.string());
     return std::move(catalog_);
   }
 
@@ -99,13 +113,13 @@ class Collector {
 Catalog open_indexed(const Path& folder) {
   const auto file = (folder / kIndexName).string();
   const auto index = parse_json(read_text(file), file);
-  const auto& map = json_field(index, "weight_map", file);
-  FSDP_CHECK_AS(CheckpointError, map.is_object(), file, ": 'weight_map' is not an object");
+  const auto map = json_field(index.root(), "weight_map", file);
   std::map<std::string, std::string> files; // by tensor
   std::map<std::string, size_t> names;      // number of tensors by file
-  for (const auto& [name, value] : map.items()) {
-    files[name] = json_file_name(value, name.c_str(), file);
-    ++names[files[name]];
+  for (const auto item : json_members(map, "weight_map", file)) {
+    const auto& where = json_file_name(item, item.name().c_str(), file);
+    files[item.name()] = where;
+    ++names[where];
   }
   Collector collector(folder);
   for (const auto& [name, count] : names) {
@@ -201,19 +215,19 @@ const StoredValue* Catalog::find_value(const std::string& name) const {
   return found == value_index_.end() ? nullptr : &values[found->second].second;
 }
 
-void Catalog::index() {
+void Catalog::index(const std::string& where) {
   tensor_index_.clear();
   value_index_.clear();
   for (size_t i = 0; i < tensors.size(); ++i) {
     FSDP_CHECK_AS(
-        CheckpointError, tensor_index_.emplace(tensors[i].name, i).second, folder.string(),
-        ": the tensor '", tensors[i].name, "' is there twice");
+        CheckpointError, tensor_index_.emplace(tensors[i].name, i).second, where, ": the tensor '",
+        tensors[i].name, "' is there twice");
   }
   for (size_t i = 0; i < values.size(); ++i) {
     FSDP_CHECK_AS(
         CheckpointError,
         !tensor_index_.contains(values[i].first) && value_index_.emplace(values[i].first, i).second,
-        folder.string(), ": the name '", values[i].first, "' is there twice");
+        where, ": the name '", values[i].first, "' is there twice");
   }
 }
 

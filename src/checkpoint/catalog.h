@@ -10,8 +10,8 @@
 #include <variant>
 #include <vector>
 
-#include "checkpoint/box.h"
 #include "checkpoint/files.h"
+#include "tensor/box.h"
 
 namespace fsdp::detail {
 
@@ -31,6 +31,10 @@ struct StoredTensor {
 };
 
 using StoredValue = std::variant<bool, int64_t, double, std::string>;
+using StoredValues = std::vector<std::pair<std::string, StoredValue>>;
+
+/// Where a safetensors file has a checkpoint's values: in its metadata, under this key.
+inline constexpr const char* kValuesKey = "fsdp.values";
 
 /// The number of bytes under one checksum. To check one of these bytes, all of them must be read.
 inline constexpr int64_t kBlockBytes = int64_t{4} << 20;
@@ -42,14 +46,15 @@ struct Catalog {
   std::string id;                       // of the save; empty without a manifest.json
   int64_t time = 0;                     // of the save, in nanoseconds since 1970; 0 if unknown
   std::vector<StoredTensor> tensors;
-  std::vector<std::pair<std::string, StoredValue>> values;
+  StoredValues values;
 
   /// Return null if there is none.
   const StoredTensor* find_tensor(const std::string& name) const;
   const StoredValue* find_value(const std::string& name) const;
 
-  /// Builds the index that the find functions use. Throws CheckpointError if a name occurs twice.
-  void index();
+  /// Builds the index that the find functions use. Throws CheckpointError, which begins with
+  /// `where`, if a name occurs twice.
+  void index(const std::string& where);
 
  private:
   // Not hashed: a hostile file could choose names with the same hash.

@@ -42,18 +42,32 @@ Catalog select(Catalog catalog, const std::optional<std::string>& only) {
   FSDP_CHECK_AS(
       ConfigError, !catalog.tensors.empty(), "no tensor has a name that '", *only,
       "' matches all of");
-  catalog.index();
+  catalog.index(catalog.folder.string());
   return catalog;
 }
 
-/// Throws CheckpointError if the output would replace the input and hold less than it.
-void check_nothing_lost(const Catalog& input, size_t tensors, size_t values, const Path& output) {
+/// Throws CheckpointError if the output would replace the input, which lies at `place`, and hold
+/// less than it: `tensors` and `values` less, or no checksums.
+void check_nothing_lost(
+    const Catalog& input,
+    const Path& place,
+    size_t tensors,
+    size_t values,
+    bool checksums,
+    const Path& output) {
+  if (!is_folder(output) || Folder(output).identity() != input.opened->identity()) {
+    return;
+  }
   FSDP_CHECK_AS(
-      CheckpointError,
-      tensors + values == 0 || !is_folder(output) ||
-          Folder(output).identity() != input.opened->identity(),
-      output.string(), " would be replaced by a part of itself: ", tensors, " tensors and ", values,
+      CheckpointError, is_folder(place), output.string(), " would be replaced by ",
+      place.filename().string(), " alone, which is one of its files; write to another folder");
+  FSDP_CHECK_AS(
+      CheckpointError, tensors + values == 0, output.string(),
+      " would be replaced by a part of itself: ", tensors, " tensors and ", values,
       " values would be lost; write to another folder");
+  FSDP_CHECK_AS(
+      CheckpointError, checksums || input.id.empty(), output.string(),
+      " would lose its manifest and checksums; write to another folder");
 }
 
 std::vector<OutputFile> full_files(
@@ -159,8 +173,8 @@ ConvertReport convert_checkpoint(
   const auto num_values = all.values.size();
   const auto input = select(std::move(all), options.only);
   check_nothing_lost(
-      input, num_tensors - input.tensors.size(), num_values - (full ? 0 : input.values.size()),
-      output_path);
+      input, place, num_tensors - input.tensors.size(), num_values - input.values.size(),
+      /*checksums=*/!full, output_path);
   FSDP_CHECK_AS(
       CheckpointError, !full || !input.tensors.empty(), input_path.string(), " holds no tensors");
   auto output = renamed(input, rename, options.dtype);
@@ -192,7 +206,6 @@ ConvertReport convert_checkpoint(
   ConvertReport report{
       .num_files = static_cast<int64_t>(files.size()),
       .num_tensors = static_cast<int64_t>(output.tensors.size()),
-      .values_left_out = full ? static_cast<int64_t>(output.values.size()) : 0,
       .input = place};
   for (const auto& tensor : output.tensors) {
     report.bytes += tensor_bytes(tensor.sizes, tensor.dtype).value();

@@ -4,6 +4,7 @@
 
 #include "base/check.h"
 #include "checkpoint/json_text.h"
+#include "checkpoint/manifest.h"
 
 namespace fsdp::detail {
 
@@ -50,6 +51,9 @@ HfLayout make_hf_layout(const Catalog& catalog, int64_t max_file_bytes) {
     }
     file.name = name;
     file.header.metadata = {{"format", "pt"}};
+    if (i == 0 && !catalog.values.empty()) {
+      file.header.metadata[kValuesKey] = values_text(catalog.values, file.name);
+    }
     file.start = layout_safetensors(file.header, file.name);
     for (size_t j = 0; j < file.header.entries.size(); ++j) {
       layout.places[file.header.entries[j].name] = {i, j};

@@ -1,5 +1,7 @@
 #include "checkpoint/json_text.h"
 
+#include <algorithm>
+#include <bit>
 #include <limits>
 #include <utility>
 
@@ -9,46 +11,43 @@ namespace fsdp::detail {
 
 using nlohmann::json;
 
-namespace {
-
-/// Builds a value from the parser's events. The library's own builder would do, but if it has to
-/// call us back, it looks at all members of an object after each of them: a file with a hundred
-/// thousand tensors would take minutes.
+/// Writes a tape from the parser's events.
 class JsonBuilder : public nlohmann::json_sax<json> {
  public:
   JsonBuilder(const std::string& file, size_t depth, const TakeJson& take)
       : file_(file), depth_(depth), take_(take) {}
 
-  json take() {
-    return std::move(root_);
+  JsonTape finish() {
+    tape_.texts_.resize(num_texts_);
+    return std::move(tape_);
   }
 
   bool null() override {
-    return add(nullptr);
+    return add(Kind::Null, 0);
   }
   bool boolean(bool value) override {
-    return add(value);
+    return add(Kind::Bool, value ? 1 : 0);
   }
   bool number_integer(int64_t value) override {
-    return add(value);
+    return add(Kind::Negative, static_cast<uint64_t>(value));
   }
   bool number_unsigned(uint64_t value) override {
-    return add(value);
+    return add(Kind::Size, value);
   }
   bool number_float(double value, const std::string&) override {
-    return add(value);
+    return add(Kind::Real, std::bit_cast<uint64_t>(value));
   }
   bool string(std::string& value) override {
-    return add(std::move(value));
+    return add(Kind::Text, keep(value));
   }
   bool binary(json::binary_t&) override {
     return false; // not in text
   }
   bool start_object(size_t) override {
-    return open(json::object());
+    return open(Kind::Object);
   }
   bool start_array(size_t) override {
-    return open(json::array());
+    return open(Kind::List);
   }
   bool end_object() override {
     return close();
@@ -57,15 +56,10 @@ class JsonBuilder : public nlohmann::json_sax<json> {
     return close();
   }
   bool key(std::string& name) override {
-    auto& members = open_.back()->get_ref<json::object_t&>();
-    const auto before = members.size();
-    const auto place = members.emplace_hint(members.end(), name, nullptr); // most files are sorted
-    FSDP_CHECK_AS(
-        CheckpointError, members.size() > before, file_, ": the key '", name, "' is there twice");
-    next_ = &place->second;
     if (open_.size() == 1) {
       key_ = name;
     }
+    name_ = keep(name);
     return true;
   }
   bool parse_error(size_t, const std::string&, const json::exception& error) override {
@@ -73,59 +67,104 @@ class JsonBuilder : public nlohmann::json_sax<json> {
   }
 
  private:
-  void put(json&& value) {
-    if (!open_.empty() && open_.back()->is_array()) {
-      next_ = &open_.back()->get_ref<json::array_t&>().emplace_back(std::move(value));
-    } else {
-      *next_ = std::move(value);
+  using Kind = JsonTape::Kind;
+
+  size_t keep(const std::string& text) {
+    if (num_texts_ == tape_.texts_.size()) {
+      tape_.texts_.emplace_back();
     }
+    tape_.texts_[num_texts_] = text; // mostly into memory that an earlier text had
+    return num_texts_++;
   }
-  /// Called when `value`, the last one of its parent, is complete.
-  bool ended(json& value) {
-    if (take_ && open_.size() == depth_) {
-      take_(key_, value);
-      if (auto& parent = *open_.back(); parent.is_array()) {
-        parent.get_ref<json::array_t&>().pop_back();
-      } else {
-        value = nullptr; // the key stays, to find it if it comes again
-      }
-    }
-    return true;
+  size_t put(Kind kind, uint64_t value) {
+    const auto place = tape_.tokens_.size();
+    tape_.tokens_.push_back({.kind = kind, .end = place + 1, .name = name_, .value = value});
+    return place;
   }
-  bool add(json&& value) {
-    put(std::move(value));
-    return ended(*next_);
+  bool add(Kind kind, uint64_t value) {
+    return ended(put(kind, value));
   }
-  bool open(json&& value) {
+  bool open(Kind kind) {
     constexpr size_t kMaxDepth = 32;
     FSDP_CHECK_AS(
         CheckpointError, open_.size() < kMaxDepth, file_, ": its JSON is nested too deep");
-    put(std::move(value));
-    open_.push_back(next_);
+    open_.push_back({put(kind, 0), num_texts_});
     return true;
   }
   bool close() {
-    auto& value = *open_.back();
+    const auto [place, num_texts] = open_.back();
     open_.pop_back();
-    return ended(value);
+    tape_.tokens_[place].end = tape_.tokens_.size();
+    check_names(JsonView(tape_, place));
+    return ended(place, num_texts);
+  }
+  /// Called when the value at `place` is complete. The texts from `num_texts` on are inside of it.
+  bool ended(size_t place, std::optional<size_t> num_texts = {}) {
+    if (!take_ || open_.size() != depth_) {
+      return true;
+    }
+    take_(key_, JsonView(tape_, place));
+    const bool is_member = tape_.tokens_[open_.back().place].kind == Kind::Object;
+    name_ = tape_.tokens_[place].name;
+    tape_.tokens_.resize(place);
+    if (is_member) { // its name stays, to find it if it comes again
+      put(Kind::Null, 0);
+    }
+    num_texts_ = num_texts.value_or(num_texts_);
+    return true;
+  }
+  void check_names(JsonView value) {
+    names_.clear();
+    if (value.is(Kind::Object)) {
+      for (const auto member : value.items()) {
+        names_.push_back(member.name());
+      }
+    }
+    std::sort(names_.begin(), names_.end());
+    const auto twice = std::adjacent_find(names_.begin(), names_.end());
+    FSDP_CHECK_AS(
+        CheckpointError, twice == names_.end(), file_, ": the key '", *twice, "' is there twice");
   }
 
+  struct Open {
+    size_t place = 0;
+    size_t num_texts = 0; // before its first member or item
+  };
   const std::string& file_;
   const size_t depth_;
   const TakeJson& take_;
   std::string key_; // of the outermost object
-  json root_;
-  json* next_ = &root_;     // where the next value goes, unless it goes into a list
-  std::vector<json*> open_; // the objects and lists that have begun and not ended
+  JsonTape tape_;
+  size_t num_texts_ = 0;
+  size_t name_ = 0;                     // of the next member
+  std::vector<Open> open_;              // the objects and lists that have begun and not ended
+  std::vector<std::string_view> names_; // kept for its memory
 };
 
-} // namespace
+JsonView JsonTape::root() const {
+  return {*this, 0};
+}
 
-json parse_json(std::string_view text, const std::string& file) {
+double JsonView::real() const {
+  return std::bit_cast<double>(token().value);
+}
+
+std::optional<JsonView> JsonView::find(std::string_view name) const {
+  if (is(JsonTape::Kind::Object)) {
+    for (const auto member : items()) {
+      if (member.name() == name) {
+        return member;
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+JsonTape parse_json(std::string_view text, const std::string& file) {
   return parse_json(text, file, 0, {});
 }
 
-json parse_json(
+JsonTape parse_json(
     std::string_view text, const std::string& file, size_t depth, const TakeJson& take) {
   // The parser takes a zero byte for the end of the text, and would ignore what follows.
   FSDP_CHECK_AS(
@@ -133,7 +172,7 @@ json parse_json(
       ": its JSON is broken: there is a zero byte in it");
   JsonBuilder builder(file, depth, take);
   json::sax_parse(text, &builder);
-  return builder.take();
+  return builder.finish();
 }
 
 std::string json_text(const json& value, const std::string& file) {
@@ -145,21 +184,20 @@ std::string json_text(const json& value, const std::string& file) {
   }
 }
 
-const json& json_field(const json& object, const char* key, const std::string& file) {
-  const auto found = object.find(key); // the end if it is not an object
-  FSDP_CHECK_AS(
-      CheckpointError, found != object.end(), file, ": there is no '", key,
-      "' where one has to be");
+JsonView json_field(JsonView object, const char* name, const std::string& file) {
+  const auto found = object.find(name);
+  FSDP_CHECK_AS(CheckpointError, found, file, ": there is no '", name, "' where one has to be");
   return *found;
 }
 
-std::string json_string(const json& value, const char* what, const std::string& file) {
-  FSDP_CHECK_AS(CheckpointError, value.is_string(), file, ": '", what, "' is not a string");
-  return value.get<std::string>();
+const std::string& json_string(JsonView value, const char* what, const std::string& file) {
+  FSDP_CHECK_AS(
+      CheckpointError, value.is(JsonTape::Kind::Text), file, ": '", what, "' is not a string");
+  return value.text();
 }
 
-std::string json_file_name(const json& value, const char* what, const std::string& file) {
-  auto name = json_string(value, what, file);
+const std::string& json_file_name(JsonView value, const char* what, const std::string& file) {
+  const auto& name = json_string(value, what, file);
   constexpr std::string_view kNone("/\0", 2);
   FSDP_CHECK_AS(
       CheckpointError,
@@ -168,19 +206,30 @@ std::string json_file_name(const json& value, const char* what, const std::strin
   return name;
 }
 
-int64_t json_size(const json& value, const char* what, const std::string& file) {
+int64_t json_size(JsonView value, const char* what, const std::string& file) {
   FSDP_CHECK_AS(
       CheckpointError,
-      value.is_number_unsigned() &&
-          value.get<uint64_t>() <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max()),
+      value.is(JsonTape::Kind::Size) &&
+          value.size() <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max()),
       file, ": '", what, "' is not a size");
-  return value.get<int64_t>();
+  return static_cast<int64_t>(value.size());
 }
 
-std::vector<int64_t> json_sizes(const json& value, const char* what, const std::string& file) {
-  FSDP_CHECK_AS(CheckpointError, value.is_array(), file, ": '", what, "' is not a list");
+JsonView::Items json_list(JsonView value, const char* what, const std::string& file) {
+  FSDP_CHECK_AS(
+      CheckpointError, value.is(JsonTape::Kind::List), file, ": '", what, "' is not a list");
+  return value.items();
+}
+
+JsonView::Items json_members(JsonView value, const char* what, const std::string& file) {
+  FSDP_CHECK_AS(
+      CheckpointError, value.is(JsonTape::Kind::Object), file, ": '", what, "' is not an object");
+  return value.items();
+}
+
+std::vector<int64_t> json_sizes(JsonView value, const char* what, const std::string& file) {
   std::vector<int64_t> sizes;
-  for (const auto& item : value) {
+  for (const auto item : json_list(value, what, file)) {
     sizes.push_back(json_size(item, what, file));
   }
   return sizes;

@@ -32,23 +32,24 @@ json value_json(const StoredValue& value) {
       value);
 }
 
-StoredValue parse_value(const json& value, const std::string& where) {
-  if (value.is_boolean()) {
-    return value.get<bool>();
+StoredValue parse_value(const JsonView& value, const std::string& where) {
+  using Kind = JsonTape::Kind;
+  if (value.is(Kind::Bool)) {
+    return value.boolean();
   }
-  if (value.is_number_float()) {
-    return value.get<double>();
+  if (value.is(Kind::Real)) {
+    return value.real();
   }
-  if (value.is_number_unsigned()) {
+  if (value.is(Kind::Size)) {
     return json_size(value, "value", where);
   }
-  if (value.is_number_integer()) {
-    return value.get<int64_t>();
+  if (value.is(Kind::Negative)) {
+    return value.negative();
   }
-  if (value.is_string()) {
-    return value.get<std::string>();
+  if (value.is(Kind::Text)) {
+    return value.text();
   }
-  const auto name = json_string(json_field(value, "double", where), "double", where);
+  const auto& name = json_string(json_field(value, "double", where), "double", where);
   FSDP_CHECK_AS(
       CheckpointError, name == "nan" || name == "inf" || name == "-inf", where,
       ": not a value: ", name);
@@ -57,7 +58,8 @@ StoredValue parse_value(const json& value, const std::string& where) {
                        : (name == "inf" ? kInfinity : -kInfinity);
 }
 
-StoredPiece parse_piece(const json& value, const StoredTensor& tensor, const std::string& where) {
+StoredPiece parse_piece(
+    const JsonView& value, const StoredTensor& tensor, const std::string& where) {
   StoredPiece piece;
   piece.file = json_file_name(json_field(value, "file", where), "file", where);
   piece.offset = json_size(json_field(value, "offset", where), "offset", where);
@@ -68,8 +70,7 @@ StoredPiece parse_piece(const json& value, const StoredTensor& tensor, const std
       CheckpointError,
       piece.box.sizes.size() == tensor.sizes.size() && tensor_bytes(piece.box.sizes, tensor.dtype),
       where, ": a piece has a wrong shape");
-  const auto& crcs = json_field(value, "crc32c", where);
-  for (const auto crc : json_sizes(crcs, "crc32c", where)) {
+  for (const auto crc : json_sizes(json_field(value, "crc32c", where), "crc32c", where)) {
     FSDP_CHECK_AS(
         CheckpointError, crc <= std::numeric_limits<uint32_t>::max(), where,
         ": a checksum is too large");
@@ -84,7 +85,25 @@ StoredPiece parse_piece(const json& value, const StoredTensor& tensor, const std
   return piece;
 }
 
-StoredTensor parse_tensor(const json& value, const std::string& file) {
+json values_json(const StoredValues& values) {
+  auto list = json::array();
+  for (const auto& [name, value] : values) {
+    list.push_back(json::array({name, value_json(value)}));
+  }
+  return list;
+}
+
+StoredValues::value_type parse_named_value(const JsonView& pair, const std::string& file) {
+  std::vector<JsonView> parts;
+  for (const auto part : json_list(pair, "value", file)) {
+    parts.push_back(part);
+  }
+  FSDP_CHECK_AS(CheckpointError, parts.size() == 2, file, ": a value is not a name and a value");
+  const auto& name = json_string(parts[0], "name", file);
+  return {name, parse_value(parts[1], file + ", value '" + name + "'")};
+}
+
+StoredTensor parse_tensor(const JsonView& value, const std::string& file) {
   StoredTensor tensor;
   tensor.name = json_string(json_field(value, "name", file), "name", file);
   const auto where = file + ", tensor '" + tensor.name + "'";
@@ -94,9 +113,7 @@ StoredTensor parse_tensor(const json& value, const std::string& file) {
   FSDP_CHECK_AS(
       CheckpointError, tensor_bytes(tensor.sizes, tensor.dtype), where,
       ": its shape has more elements than can be counted");
-  const auto& pieces = json_field(value, "pieces", where);
-  FSDP_CHECK_AS(CheckpointError, pieces.is_array(), where, ": 'pieces' is not a list");
-  for (const auto& piece : pieces) {
+  for (const auto piece : json_list(json_field(value, "pieces", where), "pieces", where)) {
     tensor.pieces.push_back(parse_piece(piece, tensor, where));
   }
   return tensor;
@@ -128,10 +145,6 @@ std::string manifest_text(const Catalog& catalog, const std::string& file) {
          {"shape", tensor.sizes},
          {"pieces", std::move(pieces)}});
   }
-  auto values = json::array();
-  for (const auto& [name, value] : catalog.values) {
-    values.push_back(json::array({name, value_json(value)}));
-  }
   const auto body = json_text(
       {{"format", kFormat},
        {"version", kVersion},
@@ -139,9 +152,22 @@ std::string manifest_text(const Catalog& catalog, const std::string& file) {
        {"time", catalog.time},
        {"block_bytes", kBlockBytes},
        {"tensors", std::move(tensors)},
-       {"values", std::move(values)}},
+       {"values", values_json(catalog.values)}},
       file);
   return manifest_checksum(std::string_view(body).substr(1)) + body.substr(1);
+}
+
+std::string values_text(const StoredValues& values, const std::string& file) {
+  return json_text(values_json(values), file);
+}
+
+StoredValues parse_values(std::string_view text, const std::string& file) {
+  StoredValues values;
+  const auto tape = parse_json(text, file);
+  for (const auto pair : json_list(tape.root(), "values", file)) {
+    values.push_back(parse_named_value(pair, file));
+  }
+  return values;
 }
 
 Catalog read_manifest(const Path& path) {
@@ -158,22 +184,19 @@ Catalog read_manifest(const Path& path) {
 Catalog parse_manifest(std::string_view text, const std::string& file) {
   Catalog catalog;
   std::exception_ptr wrong; // thrown later: if the version is wrong, too, then that is the reason
-  const auto take = [&](const std::string& key, const json& item) {
+  const auto take = [&](const std::string& key, const JsonView& item) {
     try {
       if (key == "tensors" && !wrong) {
         catalog.tensors.push_back(parse_tensor(item, file));
       } else if (key == "values" && !wrong) {
-        FSDP_CHECK_AS(
-            CheckpointError, item.is_array() && item.size() == 2, file,
-            ": a value is not a name and a value");
-        const auto name = json_string(item[0], "name", file);
-        catalog.values.emplace_back(name, parse_value(item[1], file + ", value '" + name + "'"));
+        catalog.values.push_back(parse_named_value(item, file));
       }
     } catch (const CheckpointError&) {
       wrong = std::current_exception();
     }
   };
-  const auto parsed = parse_json(text, file, /*depth=*/2, take);
+  const auto tape = parse_json(text, file, /*depth=*/2, take);
+  const auto parsed = tape.root();
   FSDP_CHECK_AS(
       CheckpointError, json_string(json_field(parsed, "format", file), "format", file) == kFormat,
       file, ": is not the manifest of a checkpoint");
@@ -188,14 +211,12 @@ Catalog parse_manifest(std::string_view text, const std::string& file) {
   catalog.id = json_string(json_field(parsed, "id", file), "id", file);
   catalog.time = json_size(json_field(parsed, "time", file), "time", file);
   for (const auto* key : {"tensors", "values"}) {
-    FSDP_CHECK_AS(
-        CheckpointError, json_field(parsed, key, file).is_array(), file, ": '", key,
-        "' is not a list");
+    json_list(json_field(parsed, key, file), key, file);
   }
   if (wrong) {
     std::rethrow_exception(wrong);
   }
-  catalog.index();
+  catalog.index(file);
   return catalog;
 }
 

@@ -21,6 +21,9 @@ inline constexpr const char* kManifestName = "manifest.json";
 /// Returns the beginning of a manifest: the checksum of `rest`, which follows it.
 std::string manifest_checksum(std::string_view rest);
 std::string manifest_text(const Catalog& catalog, const std::string& file);
+/// The values alone, in the same form, and back.
+std::string values_text(const StoredValues& values, const std::string& file);
+StoredValues parse_values(std::string_view text, const std::string& file);
 /// Checks the form only: not the checksum, the coverage of the tensors, or the files.
 Catalog parse_manifest(std::string_view text, const std::string& file);
 /// Reads a manifest, compares it with its checksum, and parses it.

@@ -10,7 +10,6 @@
 #include "checkpoint/json_text.h"
 #include "checkpoint/safetensors.h"
 #include "mesh/mesh_layout.h"
-#include "tensor/shard_layout.h"
 
 namespace fsdp::detail {
 
@@ -86,7 +85,7 @@ Merged merge(const std::vector<std::string>& lists, int world_size) {
   Merged merged;
   const bool all_equal = lists.size() == 1;
   for (int rank = 0; rank < static_cast<int>(lists.size()); ++rank) {
-    for (auto& item : parse_json(lists[static_cast<size_t>(rank)], kWhere)) {
+    for (auto& item : json::parse(lists[static_cast<size_t>(rank)])) {
       const auto key = item.at("key").get<std::string>();
       const auto mesh = item.value("mesh", size_t{0});
       item.erase("mesh"); // each rank has its own numbers
@@ -123,7 +122,8 @@ std::vector<Holder> holders_of_part(
         grid_coordinate(mesh.shape(), places[static_cast<size_t>(holder.rank)].at(holder.mesh));
     bool same = true;
     for (size_t axis = 0; axis < placements.size(); ++axis) {
-      same = same && (shard_dim(placements[axis]) < 0 || theirs[axis] == mine[axis]);
+      same = same &&
+             (std::holds_alternative<Replicate>(placements[axis]) || theirs[axis] == mine[axis]);
     }
     if (same) {
       result.push_back(holder);
@@ -237,7 +237,7 @@ SavePlan make_plan(
     const std::vector<std::string>& places) {
   std::vector<std::vector<int64_t>> rank_places;
   for (const auto& text : places) {
-    rank_places.push_back(parse_json(text, kWhere).get<std::vector<int64_t>>());
+    rank_places.push_back(json::parse(text).get<std::vector<int64_t>>());
   }
   const auto merged = merge(lists, static_cast<int>(places.size()));
   const auto share = shares(merged.items);
@@ -269,7 +269,7 @@ SavePlan make_plan(
       add_parts(key, *tensor, plan.parts);
     }
   }
-  plan.catalog.index();
+  plan.catalog.index(kWhere);
   return plan;
 }
 

@@ -8,8 +8,8 @@
 
 #include <fsdp/state_dict.h>
 
-#include "checkpoint/box.h"
 #include "checkpoint/catalog.h"
+#include "tensor/box.h"
 
 namespace fsdp::detail {
 

@@ -42,7 +42,7 @@ constexpr std::array<std::pair<const char*, at::ScalarType>, 19> kDtypes{{
 }};
 
 SafetensorsEntry parse_entry(
-    const std::string& name, const json& value, int64_t data_offset, const std::string& file) {
+    const std::string& name, const JsonView& value, int64_t data_offset, const std::string& file) {
   const auto where = file + ", tensor '" + name + "'";
   SafetensorsEntry entry{.name = name};
   entry.dtype = dtype_of(json_string(json_field(value, "dtype", where), "dtype", where), where);
@@ -141,20 +141,20 @@ SafetensorsHeader parse_safetensors(
       CheckpointError, static_cast<int64_t>(start.size()) >= data_offset, file,
       ": its header is not there");
   SafetensorsHeader header;
-  const auto take = [&](const std::string& name, const json& value) {
+  const auto take = [&](const std::string& name, const JsonView& value) {
     if (name == kMetadata) {
-      FSDP_CHECK_AS(CheckpointError, value.is_object(), file, ": its metadata is not an object");
-      for (const auto& [key, text] : value.items()) {
-        header.metadata[key] = json_string(text, key.c_str(), file);
+      for (const auto item : json_members(value, kMetadata, file)) {
+        header.metadata[item.name()] = json_string(item, item.name().c_str(), file);
       }
     } else {
       header.entries.push_back(parse_entry(name, value, data_offset, file));
     }
   };
-  const auto parsed = parse_json(
-      start.substr(kLengthBytes, static_cast<size_t>(data_offset - kLengthBytes)), file,
-      /*depth=*/1, take);
-  FSDP_CHECK_AS(CheckpointError, parsed.is_object(), file, ": its header is not a JSON object");
+  const auto text = start.substr(kLengthBytes, static_cast<size_t>(data_offset - kLengthBytes));
+  const auto tape = parse_json(text, file, /*depth=*/1, take);
+  FSDP_CHECK_AS(
+      CheckpointError, tape.root().is(JsonTape::Kind::Object), file,
+      ": its header is not a JSON object");
   sort_by_offset(header.entries);
   int64_t end = data_offset;
   for (const auto& entry : header.entries) {

@@ -131,13 +131,15 @@ SafetensorsHeader shard_header(
     std::vector<SafetensorsEntry> entries,
     const std::map<std::string, std::vector<int64_t>>& offsets,
     const std::string& file) {
-  json::object_t info;
+  std::string info;
   for (const auto& [name, place] : offsets) {
-    info.emplace_hint(info.end(), name, json::object_t{{"saved_offsets", place}});
+    info += (info.empty() ? "{" : ",") + json_text(name, file) + ":{\"saved_offsets\":[" +
+            join(place, ",") + "]}";
   }
+  info += info.empty() ? "{}" : "}";
   return {
       std::move(entries),
-      {{"DCP_SHARDING_INFO", json_text(info, file)}, {"DCP_VERSION", "1.0"}, {"format", "pt"}}};
+      {{"DCP_SHARDING_INFO", std::move(info)}, {"DCP_VERSION", "1.0"}, {"format", "pt"}}};
 }
 
 SaveJob begin_save(
@@ -215,7 +217,7 @@ Catalog merge_catalogs(
     }
     std::move(part.values.begin(), part.values.end(), std::back_inserter(merged.values));
   }
-  merged.index();
+  merged.index(merged.folder.string());
   check_coverage(merged);
   return merged;
 }

@@ -13,9 +13,21 @@
 #include "base/hash.h"
 #include "base/text.h"
 #include "group/flat_views.h"
+#include "group/group_number.h"
 #include "param/param_placement.h"
 
 namespace fsdp::detail {
+
+namespace {
+
+uint64_t add_sizes(uint64_t hash, const FSDPParam& param) {
+  for (const auto size : param.geometry().sizes) {
+    hash = add_to_hash(hash, static_cast<uint64_t>(size));
+  }
+  return add_to_hash(hash, static_cast<uint64_t>(param.geometry().dim));
+}
+
+} // namespace
 
 void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh) {
   const auto piece = TensorPiece::find(spec.param);
@@ -55,7 +67,8 @@ FlatParams::FlatParams(
               : std::nullopt),
       compute_device_(current_device(mesh.mesh.device_type())),
       owner_(owner) {
-  TORCH_CHECK_VALUE(!specs.empty(), "[fully_shard] group '", owner_, "' has no parameters");
+  TORCH_CHECK_VALUE(
+      !specs.empty(), "[fully_shard] the group of ", module_text(owner_), " has no parameters");
   for (const auto& spec : specs) {
     check_shardable(spec, mesh);
     params_.push_back(std::make_unique<FSDPParam>(
@@ -63,6 +76,11 @@ FlatParams::FlatParams(
         shard_geometry(
             spec.name, spec.param.sizes().vec(), spec.shard_dim, ranks_.size(), ranks_.rank())));
   }
+  auto kind = kEmptyHash;
+  for (const auto& param : params_) {
+    kind = add_sizes(kind, *param);
+  }
+  number_ = next_group_number(ranks_, kind);
   build();
 }
 
@@ -81,8 +99,9 @@ void FlatParams::abandon_whole() {
   }
 }
 
-void FlatParams::set_owner(const std::string& owner) {
+void FlatParams::set_owner(const std::string& owner, int64_t model) {
   owner_ = owner;
+  model_ = model;
   purposes_.clear();
   purpose_.reset();
   if (whole_) {
@@ -117,17 +136,16 @@ const CollectiveLabel::Purpose& FlatParams::purpose(const std::vector<FSDPParam*
 }
 
 CollectiveLabel::Purpose FlatParams::make_purpose(const std::vector<FSDPParam*>& params) const {
-  auto hash = add_to_hash(kEmptyHash, owner_);
+  auto hash = add_to_hash(add_to_hash(kEmptyHash, owner_), static_cast<uint64_t>(model_));
   std::vector<std::string> names;
   for (const auto* param : params) {
     names.push_back(param->name());
-    hash = add_to_hash(hash, param->name());
-    for (const auto size : param->geometry().sizes) {
-      hash = add_to_hash(hash, static_cast<uint64_t>(size));
-    }
-    hash = add_to_hash(hash, static_cast<uint64_t>(param->geometry().dim));
+    hash = add_sizes(add_to_hash(hash, param->name()), *param);
   }
-  auto text = owner_.empty() ? "of the root module" : c10::str("of module '", owner_, "'");
+  auto text = "of " + module_text(owner_);
+  if (model_ > 0) {
+    text += c10::str(" of model ", model_ + 1, " of its kind");
+  }
   if (params.size() < params_.size()) {
     text += c10::str(", for its parameters ", join(names), " alone");
   }

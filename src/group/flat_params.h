@@ -75,8 +75,13 @@ class FlatParams {
   const std::optional<CPUOffloadPolicy>& offload() const {
     return offload_;
   }
-  /// The name that an access to freed memory reports.
-  void set_owner(const std::string& owner);
+  /// The name that an access to freed memory reports. `model` is the number of the model that the
+  /// module belongs to, among those that are alike.
+  void set_owner(const std::string& owner, int64_t model);
+  /// The number of this group among those with parameters of the same sizes.
+  int64_t number() const {
+    return number_;
+  }
   /// The purpose of a collective of some of the parameters, on which the ranks must agree. It is
   /// the same object as long as the parameters and their names are the same.
   const CollectiveLabel::Purpose& purpose(const std::vector<FSDPParam*>& params) const;
@@ -186,6 +191,8 @@ class FlatParams {
   const std::optional<CPUOffloadPolicy> offload_;
   const c10::Device compute_device_;
   std::string owner_;
+  int64_t number_ = 0;
+  int64_t model_ = 0;
   // By the parameters that take part. Usually that is all of them, or those of one dtype.
   mutable std::map<std::vector<FSDPParam*>, CollectiveLabel::Purpose> purposes_;
   mutable CollectiveLabel::Purpose purpose_; // of all

@@ -9,6 +9,7 @@
 #include <set>
 #include <utility>
 
+#include "base/text.h"
 #include "group/flat_views.h"
 #include "process_group/observer.h"
 
@@ -271,7 +272,7 @@ void GradReducer::call_all_reduce_hook(at::Tensor& flat, const OptionalStream& c
     const c10::OptionalStreamGuard on(stream);
     all_reduce_hook_(flat);
   }
-  check_flat(flat, numel, dtype, c10::str("the all-reduce hook of '", name_, "'"));
+  check_flat(flat, numel, dtype, "the all-reduce hook of " + module_text(name_));
   wait_for_stream(current, stream);
 }
 

@@ -69,13 +69,13 @@ void FSDPParamGroup::enter(ParamsState next) {
   state_ = next;
 }
 
-void FSDPParamGroup::set_name(const std::string& name, bool one_of_several) {
+void FSDPParamGroup::set_name(const std::string& name, int64_t model, bool one_of_several) {
   name_ = name;
   label_ = name.empty() ? "" : " (" + name + ")";
   if (one_of_several) {
     label_ += c10::str(" [pg=", size(), "]");
   }
-  flat_.set_owner(name);
+  flat_.set_owner(name, model);
   reducer_->set_name(name);
 }
 

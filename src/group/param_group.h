@@ -51,7 +51,11 @@ class FSDPParamGroup {
   const std::string& name() const {
     return name_;
   }
-  void set_name(const std::string& name, bool one_of_several = false);
+  void set_name(const std::string& name, int64_t model, bool one_of_several);
+  /// See FlatParams::number.
+  int64_t number() const {
+    return flat_.number();
+  }
   /// Logs one line: parameters, dtypes, bytes and padding.
   void log_layout() const;
   const std::vector<std::unique_ptr<FSDPParam>>& params() const {

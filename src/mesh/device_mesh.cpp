@@ -54,12 +54,9 @@ ProcessGroup group_along(const MeshRoot& root, const std::vector<int64_t>& axes)
   if (!root.groups.empty() && axes.size() == 1) {
     return root.groups[axes.front()];
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      root.groups.empty(),
-      "[DeviceMesh] a mesh that was made from process groups cannot merge axes; give from_groups "
-      "the group of all their ranks as one axis");
-  // new_group returns the same group for the same ranks, so meshes and slices share groups.
-  return root.world.new_group(ranks_along(root, axes));
+  // The same ranks give the same group, so meshes and slices share groups.
+  return group_of_world_ranks(
+      root.groups.empty() ? root.world : root.groups.front(), ranks_along(root, axes));
 }
 
 DeviceMesh make_mesh(
@@ -177,6 +174,10 @@ ProcessGroup DeviceMesh::get_group(std::string_view axis) const {
 ProcessGroup DeviceMesh::get_group() const {
   TORCH_CHECK_VALUE(ndim() == 1, "[DeviceMesh] ", str(), " has ", ndim(), " axes; say which");
   return get_group(0);
+}
+
+ProcessGroup DeviceMesh::whole_group() const {
+  return detail::group_along(*state_->root, detail::concatenated(state_->axes));
 }
 
 DeviceMesh DeviceMesh::operator[](std::string_view axis) const {

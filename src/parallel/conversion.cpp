@@ -37,6 +37,9 @@ NodePtr node_of(const Conversion& conversion, autograd::edge_list edges) {
 
 at::Tensor convert_with_node(
     const at::Tensor& local, const Conversion& conversion, const NodePtr& node) {
+  if (node) {
+    keep_backward_in_its_thread(local.device());
+  }
   auto result = local;
   if (conversion.value.from != conversion.value.to) {
     const ScopedModuleLabel for_module(conversion.module);

@@ -4,13 +4,12 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include <map>
-#include <mutex>
 #include <set>
 #include <utility>
 
 #include "parallel/conversion.h"
 #include "parallel/local_move.h"
+#include "process_group/by_group.h"
 #include "state/autograd_hooks.h"
 #include "tensor/shard_layout.h"
 
@@ -23,19 +22,11 @@ using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorIm
 
 // ------------------------------------------------------------ How long the whole is
 
-struct UnevenDims {
-  c10::weak_intrusive_ptr<c10d::Backend> group; // keeps its address from being reused
-  std::set<int64_t> dims;
-};
-// Each rank has its own backend and so its own entries. All ranks of a group add the same entries
-// at the same point of the program, so they agree on them.
-std::mutex uneven_dims_mutex;
-std::map<const c10d::Backend*, UnevenDims> uneven_dims;
+// All ranks of a group add the same dims at the same point of the program, so they agree on them.
+ByGroup<std::set<int64_t>> uneven_dims;
 
 bool is_divided_unevenly(const ProcessGroup& group, int64_t dim) {
-  std::lock_guard lock(uneven_dims_mutex);
-  const auto found = uneven_dims.find(group.backend().get());
-  return found != uneven_dims.end() && found->second.dims.contains(dim);
+  return uneven_dims.with(group, [&](const auto& dims) { return dims.contains(dim); });
 }
 
 int64_t whole_length(
@@ -222,15 +213,9 @@ at::Tensor move_input(const at::Tensor& local, const LocalMove& asked, const Mov
 }
 
 void record_uneven_division(const DeviceMesh& mesh, int64_t dim, int64_t length) {
-  if (length % mesh.size() == 0) {
-    return;
+  if (length % mesh.size() != 0) {
+    uneven_dims.with(mesh.get_group(), [&](auto& dims) { dims.insert(dim); });
   }
-  const auto group = mesh.get_group();
-  std::lock_guard lock(uneven_dims_mutex);
-  std::erase_if(uneven_dims, [](const auto& item) { return item.second.group.expired(); });
-  const auto place = uneven_dims.try_emplace(
-      group.backend().get(), UnevenDims{c10::weak_intrusive_ptr(group.backend()), {}});
-  place.first->second.dims.insert(dim);
 }
 
 bool can_move(const Placement& placement) {

@@ -7,6 +7,8 @@
 
 #include <utility>
 
+#include "base/text.h"
+
 namespace fsdp::detail {
 
 FreeableBuffer::FreeableBuffer(
@@ -22,8 +24,8 @@ FreeableBuffer::FreeableBuffer(
 
 void FreeableBuffer::set_owner(const std::string& owner) {
   message_ = c10::str(
-      "fsdp: the parameters of '", owner,
-      "' are resharded: their full values are not in memory. Use them inside the module's "
+      "fsdp: the parameters of ", module_text(owner),
+      " are resharded: their full values are not in memory. Use them inside the module's "
       "forward, or call unshard() first. If backward needs them, do not switch its gather off "
       "(set_unshard_in_backward), and do not reshard() while it runs");
 }

@@ -37,6 +37,13 @@ Use use_of(std::string name) {
       "index",
       "index_select",
       "matmul",
+      "linalg_matmul",
+      "linalg_multi_dot",
+      "linalg_vecdot",
+      "chain_matmul",
+      "kron",
+      "cosine_similarity",
+      "pairwise_distance",
       "mm",
       "addmm",
       "bmm",
@@ -45,8 +52,10 @@ Use use_of(std::string name) {
       "mv",
       "addmv",
       "dot",
+      "vdot",
       "inner",
       "outer",
+      "ger",
       "einsum",
       "tensordot",
       "bilinear",
@@ -56,7 +65,9 @@ Use use_of(std::string name) {
       "conv_transpose1d",
       "conv_transpose2d",
       "conv_transpose3d",
+      "conv_tbc",
       "convolution",
+      "_convolution",
       "embedding",
       "embedding_bag",
       "layer_norm",
@@ -76,8 +87,13 @@ Use use_of(std::string name) {
       "rnn_relu_cell",
       "scaled_dot_product_attention"};
   static const std::unordered_set<std::string_view> broadcasts{
-      "add",  "sub",   "rsub",    "mul",     "div", "addcmul", "addcdiv",
-      "lerp", "where", "maximum", "minimum", "pow", "atan2",   "copy"};
+      "add",       "sub",    "subtract",    "rsub",         "mul",         "multiply",
+      "div",       "divide", "true_divide", "floor_divide", "addcmul",     "addcdiv",
+      "lerp",      "where",  "maximum",     "minimum",      "max",         "min",
+      "fmax",      "fmin",   "clamp",       "pow",          "float_power", "remainder",
+      "fmod",      "ldexp",  "hypot",       "xlogy",        "logaddexp",   "logaddexp2",
+      "atan2",     "copy",   "dist",        "mse_loss",     "l1_loss",     "smooth_l1_loss",
+      "huber_loss"};
   name.erase(0, std::string_view("aten::").size());
   if (name.ends_with('_')) { // in place
     name.pop_back();

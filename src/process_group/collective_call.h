@@ -29,7 +29,7 @@ const char* to_string(CollectiveKind kind);
 /// What a collective of the engine is for. Ranks must agree on it.
 struct CollectivePurpose {
   std::string text; // "of module 'layers.0'", for messages
-  uint64_t hash;    // of the module's name and of the parameters' names, sizes and dims
+  uint64_t hash; // of the model, of the module's name, and of the parameters' names, sizes and dims
 };
 
 /// One rank's call of a collective: the tensors and options. In-place collectives

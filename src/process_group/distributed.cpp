@@ -1,5 +1,8 @@
 #include <fsdp/distributed.h>
 
+#include <unistd.h>
+
+#include <cstdlib>
 #include <utility>
 
 #include "base/check.h"
@@ -60,6 +63,15 @@ std::shared_ptr<RankContext> join_processes(
   return detail::make_context(std::move(factory), world_size, local_rank);
 }
 
+/// The process that joined a world. A forked child must not end its parent's groups.
+pid_t joined_by = 0;
+
+void leave_at_exit() {
+  if (const auto context = detail::process_context(); context && joined_by == getpid()) {
+    context->factory->end_groups();
+  }
+}
+
 /// Throws ConfigError if `options` ask for another world than the one that
 /// run_ranks has made for this thread.
 void check_fits(const RankContext& context, const InitOptions& options) {
@@ -96,6 +108,10 @@ void init_process_group(const InitOptions& options) {
         detail::make_context(std::make_shared<detail::FakeFactory>(rank), size, rank));
   } else {
     detail::set_process_context(join_processes(options, backend));
+    joined_by = getpid();
+    // Not by the destructor of a static variable: CUDA may be gone by then.
+    static const int at_exit = std::atexit(leave_at_exit);
+    (void)at_exit;
   }
 }
 
@@ -108,8 +124,19 @@ void destroy_process_group() {
   if (context->membership) {
     detail::set_thread_context(nullptr);
   } else {
+    context->factory->end_groups();
     detail::set_process_context(nullptr);
   }
+}
+
+int nccl_version() {
+  return detail::nccl_version();
+}
+
+bool nccl_shares_gpus() {
+  constexpr int kFirst = 23000;
+  return detail::nccl_version() >= kFirst &&
+         detail::process_env("NCCL_MULTI_RANK_GPU_ENABLE") == "1";
 }
 
 bool is_initialized() {

@@ -1,10 +1,16 @@
 #include "process_group/group_state.h"
 
 #include <algorithm>
+#include <chrono>
+#include <exception>
+#include <future>
 #include <set>
+#include <system_error>
+#include <thread>
 
 #include "base/check.h"
 #include "base/text.h"
+#include "launch/liveness.h"
 #include "process_group/agreement.h"
 #include "process_group/c10d_adapter.h"
 #include "process_group/fake/fake_backend.h"
@@ -53,6 +59,42 @@ std::shared_ptr<GroupState> BackendFactory::group(
     state = std::move(made);
   }
   return state;
+}
+
+void BackendFactory::end_groups() {
+  std::vector<c10::intrusive_ptr<c10d::Backend>> backends;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [key, group] : groups_) {
+      if (group->backend->getBackendName() == "nccl") {
+        backends.push_back(group->backend);
+      }
+    }
+  }
+  if (backends.empty()) {
+    return;
+  }
+  // A group that ends in order waits for its other ranks. All ranks end their groups in the same
+  // order. A rank that throws does not wait for others, and nobody waits for a rank that is gone.
+  const auto alive = liveness();
+  const bool in_order = std::uncaught_exceptions() == 0 && (!alive || alive->gone().empty());
+  const auto ended = std::make_shared<std::promise<void>>();
+  const auto end_all = [backends = std::move(backends), in_order, ended] {
+    for (const auto& backend : backends) {
+      try {
+        in_order ? backend->shutdown() : backend->abort();
+      } catch (const std::exception&) { // NOLINT(bugprone-empty-catch): it has failed before
+      }
+    }
+    ended->set_value();
+  };
+  try {
+    std::thread(end_all).detach();     // is left behind with the groups if they do not end in time
+  } catch (const std::system_error&) { // no more threads
+    return;
+  }
+  constexpr auto kPatience = std::chrono::seconds(3);
+  ended->get_future().wait_for(kPatience);
 }
 
 } // namespace fsdp::detail

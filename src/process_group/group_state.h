@@ -42,6 +42,9 @@ class BackendFactory : public std::enable_shared_from_this<BackendFactory> {
 
   std::shared_ptr<GroupState> group(const std::vector<int>& world_ranks, const std::string& tag);
 
+  /// Ends the groups whose backend does not end itself when it is dropped.
+  void end_groups();
+
   /// Returns a sentence that says which peers are gone, for the message of a
   /// failed collective, or "".
   virtual std::string diagnose() {

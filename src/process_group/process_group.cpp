@@ -268,12 +268,16 @@ at::Tensor ProcessGroup::allocate(int64_t numel, const at::TensorOptions& option
              : at::empty({numel}, options);
 }
 
-ProcessGroup ProcessGroup::new_group(const std::vector<int>& ranks, const std::string& tag) const {
+std::shared_ptr<detail::BackendFactory> ProcessGroup::factory() const {
   (void)backend();
-  const auto factory = state_->factory.lock();
+  auto factory = state_->factory.lock();
   TORCH_CHECK(
       factory, "[new_group] group '", state_->name,
       "' was built from a backend of your own, or its world was destroyed: it cannot be divided");
+  return factory;
+}
+
+ProcessGroup ProcessGroup::new_group(const std::vector<int>& ranks, const std::string& tag) const {
   std::vector<int> world_ranks;
   for (const int rank : ranks) {
     TORCH_CHECK_VALUE(
@@ -281,7 +285,12 @@ ProcessGroup ProcessGroup::new_group(const std::vector<int>& ranks, const std::s
         "', which has ", size());
     world_ranks.push_back(state_->world_ranks[rank]);
   }
-  return ProcessGroup(factory->group(world_ranks, tag));
+  return ProcessGroup(factory()->group(world_ranks, tag));
+}
+
+ProcessGroup detail::group_of_world_ranks(
+    const ProcessGroup& group, const std::vector<int>& world_ranks) {
+  return ProcessGroup(group.factory()->group(world_ranks, ""));
 }
 
 } // namespace fsdp

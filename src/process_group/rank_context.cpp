@@ -28,9 +28,10 @@ std::shared_ptr<RankContext> make_context(
 }
 
 std::shared_ptr<RankContext> current_context() {
-  if (of_thread) {
-    return of_thread;
-  }
+  return of_thread ? of_thread : process_context();
+}
+
+std::shared_ptr<RankContext> process_context() {
   std::lock_guard lock(mutex);
   return of_process;
 }

@@ -24,6 +24,8 @@ std::shared_ptr<RankContext> make_context(
 /// The calling rank's context: that of the thread if ranks are threads, else that
 /// of the process. Null if there is none.
 std::shared_ptr<RankContext> current_context();
+/// The context of the process, also in threads that are ranks. Null if there is none.
+std::shared_ptr<RankContext> process_context();
 void set_process_context(std::shared_ptr<RankContext> context);
 void set_thread_context(std::shared_ptr<RankContext> context);
 

@@ -1,5 +1,6 @@
 #include "state/autograd_hooks.h"
 
+#include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/grad_mode.h>
@@ -7,6 +8,8 @@
 #include <algorithm>
 #include <memory>
 #include <utility>
+
+#include "runtime/stream.h"
 
 namespace fsdp::detail {
 
@@ -130,6 +133,12 @@ void call_at_each_gradient(
 void at_end_of_backward(std::function<void()> callback, std::function<void()> cut_off) {
   auto end = std::make_shared<EndOfBackward>(std::move(callback), std::move(cut_off));
   autograd::Engine::get_default_engine().queue_callback([end] { (*end)(); });
+}
+
+void keep_backward_in_its_thread(c10::Device device) {
+  if (has_streams(device)) {
+    c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+  }
 }
 
 bool inside_backward() {

@@ -30,6 +30,10 @@ void call_at_each_gradient(
 /// by an exception, `cut_off` instead.
 void at_end_of_backward(std::function<void()> callback, std::function<void()> cut_off);
 
+/// Lets backward run in the thread that calls it, also for tensors on a GPU: observers of
+/// collectives, and the ranks of run_ranks, belong to threads.
+void keep_backward_in_its_thread(c10::Device device);
+
 /// Whether the calling thread is inside a backward.
 bool inside_backward();
 /// Whether the one under way leaves its graph for another.

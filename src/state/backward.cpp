@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/text.h"
 #include "process_group/agreement.h"
 #include "runtime/range.h"
 #include "state/autograd_hooks.h"
@@ -42,8 +43,8 @@ void FSDPState::pre_backward(ForwardRecord& record, uint64_t version, bool parti
   const bool replaced = std::any_of(
       groups_.begin(), groups_.end(), [](const auto& group) { return group->take_replacements(); });
   TORCH_CHECK(
-      version == shard_version() && !replaced, "[fully_shard] parameters of '", name_,
-      "' were modified (an optimizer step, for example) between its forward and its backward, "
+      version == shard_version() && !replaced, "[fully_shard] parameters of ", module_text(name_),
+      " were modified (an optimizer step, for example) between its forward and its backward, "
       "which would compute gradients of something else; run forward again after the step");
   record.is_over = !keeps_graph();
   context_->creates_graph |= at::GradMode::is_enabled();

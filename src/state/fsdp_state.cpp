@@ -1,7 +1,6 @@
 #include "state/fsdp_state.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/AutogradState.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/text.h"
 #include "runtime/range.h"
 #include "state/autograd_hooks.h"
 #include "state/graph_check.h"
@@ -121,10 +121,7 @@ void FSDPState::begin_root_forward() {
   const Range range("root_pre_forward");
   context_->forward_root = this;
   context_->num_forwards += at::GradMode::is_enabled() ? 1 : 0;
-  if (has_streams(device_)) {
-    // Hooks and callbacks run in the thread that calls backward.
-    c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
-  }
+  keep_backward_in_its_thread(device_);
   if (context_->post_optim_event) {
     comm_->gather_after(*context_->post_optim_event);
     context_->post_optim_event.reset();
@@ -315,8 +312,8 @@ void FSDPState::check_outputs(const std::vector<at::Tensor*>& outputs) const {
         TORCH_CHECK(
             !output->is_same(param->tensor()) &&
                 !(output->is_alias_of(whole) && offset >= 0 && offset < whole.numel()),
-            "[fully_shard] the forward of '", name_, "' returns its parameter '", param->name(),
-            "' or a view of it, whose memory is freed afterwards; return a clone()");
+            "[fully_shard] the forward of ", module_text(name_), " returns its parameter '",
+            param->name(), "' or a view of it, whose memory is freed afterwards; return a clone()");
       }
     }
   }
@@ -338,8 +335,8 @@ void FSDPState::wait_for_unshard() {
 
 void FSDPState::reshard() {
   TORCH_CHECK(
-      training_state_ != TrainingState::PreBackward, "[fully_shard] module '", name_,
-      "' was to be resharded, by reshard() or for a state dict, while its backward runs and needs "
+      training_state_ != TrainingState::PreBackward, "[fully_shard] ", module_text(name_),
+      " was to be resharded, by reshard() or for a state dict, while its backward runs and needs "
       "its parameters; do that after backward");
   const bool inside_forward = training_state_ == TrainingState::Forward;
   for (const auto& group : groups_) {

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "base/text.h"
+
 namespace fsdp::detail {
 
 namespace {
@@ -77,14 +79,15 @@ void check_graph(const ForwardGraph& forward) {
       TORCH_CHECK(
           leaves.managed.contains(param) || param->geometry().sizes != tensor.sizes() ||
               !param->user().tensor().requires_grad(),
-          "[fully_shard] the forward of '", forward.module, "' does not use its parameter '",
-          param->name(), "', but a tensor of the same sizes, ", tensor.sizes(),
+          "[fully_shard] the forward of ", module_text(forward.module),
+          " does not use its parameter '", param->name(), "', but a tensor of the same sizes, ",
+          tensor.sizes(),
           ", that requires gradients and is not registered: was the member replaced after "
           "fully_shard? Replace it before, or write the new values into the parameter: "
           "param.set_data(values)");
     }
     TORCH_WARN(
-        "[fully_shard] the forward of '", forward.module, "' uses a tensor of sizes ",
+        "[fully_shard] the forward of ", module_text(forward.module), " uses a tensor of sizes ",
         tensor.sizes(),
         " that requires gradients, but is neither registered nor an input. Its "
         "gradient is not reduced over the ranks");

@@ -2,6 +2,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <limits>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -80,10 +81,17 @@ void FSDPState::set_names(const Subtree& below) {
       state.name_ = named.insert(&state).second ? node.name : state.name_ + ", " + node.name;
     }
   }
+  // The least of its groups' numbers is that of the model: the order of its own groups may differ.
+  auto model = std::numeric_limits<int64_t>::max();
+  for (const auto& node : below.nodes) {
+    for (const auto& group : node.state->groups_) {
+      model = std::min(model, group->number());
+    }
+  }
   for (const auto& node : below.nodes) {
     const auto& groups = node.state->groups_;
     for (const auto& group : groups) {
-      group->set_name(node.state->name_, groups.size() > 1);
+      group->set_name(node.state->name_, model, groups.size() > 1);
     }
   }
   std::unordered_set<const at::TensorImpl*> seen;

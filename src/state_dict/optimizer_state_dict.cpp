@@ -7,6 +7,8 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <fsdp/muon.h>
+
 #include <deque>
 #include <map>
 #include <set>
@@ -25,10 +27,11 @@ namespace optim = torch::optim;
 
 // ------------------------------------------------------------ Optimizers
 //
-// What each optimizer keeps, under Python's names. `hyper(name, value)` is called for each option,
-// `number(name, value)` for each number of the state, and `tensor(name, tensor, used, start)` for
-// each tensor of the state, which has the sizes of the parameter. `used` says whether these options
-// need the tensor. A new tensor is filled with `start`.
+// What each optimizer keeps for a parameter of `num_dims` dims, under Python's names.
+// `hyper(name, value)` is called for each option, `number(name, value, used)` for each number of
+// the state, and `tensor(name, tensor, used, start)` for each tensor of the state, which has the
+// sizes of the parameter. `used` says whether these options need it. A new tensor is filled with
+// `start`.
 
 template <class Optimizer, class OptionsType, class StateType>
 struct AdamKind {
@@ -43,8 +46,8 @@ struct AdamKind {
     hyper("weight_decay", options.weight_decay());
     hyper("amsgrad", options.amsgrad());
   }
-  static void state(State& state, const Options& options, auto number, auto tensor) {
-    number("step", state.step());
+  static void state(State& state, const Options& options, int64_t, auto number, auto tensor) {
+    number("step", state.step(), true);
     tensor("exp_avg", state.exp_avg(), true, 0.0);
     tensor("exp_avg_sq", state.exp_avg_sq(), true, 0.0);
     tensor("max_exp_avg_sq", state.max_exp_avg_sq(), options.amsgrad(), 0.0);
@@ -62,7 +65,7 @@ struct SGDKind {
     hyper("weight_decay", options.weight_decay());
     hyper("nesterov", options.nesterov());
   }
-  static void state(State& state, const Options& options, auto /*number*/, auto tensor) {
+  static void state(State& state, const Options& options, int64_t, auto /*number*/, auto tensor) {
     tensor("momentum_buffer", state.momentum_buffer(), options.momentum() != 0, 0.0);
   }
 };
@@ -79,8 +82,8 @@ struct RMSpropKind {
     hyper("momentum", options.momentum());
     hyper("centered", options.centered());
   }
-  static void state(State& state, const Options& options, auto number, auto tensor) {
-    number("step", state.step());
+  static void state(State& state, const Options& options, int64_t, auto number, auto tensor) {
+    number("step", state.step(), true);
     tensor("square_avg", state.square_avg(), true, 0.0);
     tensor("momentum_buffer", state.momentum_buffer(), options.momentum() > 0, 0.0);
     tensor("grad_avg", state.grad_avg(), options.centered(), 0.0);
@@ -98,9 +101,40 @@ struct AdagradKind {
     hyper("initial_accumulator_value", options.initial_accumulator_value());
     hyper("eps", options.eps());
   }
-  static void state(State& state, const Options& options, auto number, auto tensor) {
-    number("step", state.step());
+  static void state(State& state, const Options& options, int64_t, auto number, auto tensor) {
+    number("step", state.step(), true);
     tensor("sum", state.sum(), true, options.initial_accumulator_value());
+  }
+};
+
+struct MuonKind {
+  using Type = fsdp::optim::Muon;
+  using Options = fsdp::optim::MuonOptions;
+  using State = fsdp::optim::MuonParamState;
+  static void options(Options& options, auto hyper) {
+    hyper("lr", options.lr());
+    hyper("weight_decay", options.weight_decay());
+    hyper("momentum", options.momentum());
+    hyper("nesterov", options.nesterov());
+    hyper("ns_coefficients.0", std::get<0>(options.ns_coefficients()));
+    hyper("ns_coefficients.1", std::get<1>(options.ns_coefficients()));
+    hyper("ns_coefficients.2", std::get<2>(options.ns_coefficients()));
+    hyper("eps", options.eps());
+    hyper("ns_steps", options.ns_steps());
+    hyper("match_rms_adamw", options.match_rms_adamw());
+    hyper("blocks", options.blocks());
+    hyper("adamw", options.adamw());
+    hyper("betas.0", std::get<0>(options.betas()));
+    hyper("betas.1", std::get<1>(options.betas()));
+    hyper("adamw_eps", options.adamw_eps());
+  }
+  static void state(
+      State& state, const Options& options, int64_t num_dims, auto number, auto tensor) {
+    const bool by_muon = options.updates_by_muon(num_dims);
+    tensor("momentum_buffer", state.momentum_buffer(), by_muon, 0.0);
+    number("step", state.step(), !by_muon);
+    tensor("exp_avg", state.exp_avg(), !by_muon, 0.0);
+    tensor("exp_avg_sq", state.exp_avg_sq(), !by_muon, 0.0);
   }
 };
 
@@ -118,10 +152,11 @@ void with_kind_of(const char* function, optim::Optimizer& optimizer, Use use) {
   const bool known =
       try_one(AdamKind<optim::AdamW, optim::AdamWOptions, optim::AdamWParamState>{}) ||
       try_one(AdamKind<optim::Adam, optim::AdamOptions, optim::AdamParamState>{}) ||
-      try_one(SGDKind{}) || try_one(RMSpropKind{}) || try_one(AdagradKind{});
+      try_one(SGDKind{}) || try_one(RMSpropKind{}) || try_one(AdagradKind{}) || try_one(MuonKind{});
   TORCH_CHECK_VALUE(
       known, "[", function, "] what a ", detail::type_name(typeid(optimizer)),
-      " keeps is not known here: Adam, AdamW, SGD, RMSprop and Adagrad are, and what derives from "
+      " keeps is not known here: Adam, AdamW, SGD, RMSprop, Adagrad and Muon are, and what derives "
+      "from "
       "them. Put its state into a StateDict by hand");
 }
 
@@ -236,9 +271,9 @@ class Copies {
     const bool expected = exists || param.param.requires_grad();
     const auto prefix = "state." + param.name + ".";
     bool any_given = false;
-    const auto number = [&](const char* name, int64_t& value) {
+    const auto number = [&](const char* name, int64_t& value, bool used) {
       const auto key = prefix + name;
-      if (expected || is_given(key)) {
+      if ((expected && used) || is_given(key)) {
         any_given |= is_given(key);
         auto set = [&value, key](const StateDict::Value& now) {
           value = detail::number_as<int64_t>(key, now);
@@ -262,14 +297,14 @@ class Copies {
       entries.push_back(
           {.key = key, .local = value, .spec = live.spec, .required = is_required(param)});
     };
-    Kind::state(state, options_[param.group], number, tensor);
+    Kind::state(state, options_[param.group], param.param.dim(), number, tensor);
     if (any_given) {
       states_.emplace_back(param.param.unsafeGetTensorImpl(), state);
     }
   }
 
   const char* function_;
-  optim::Optimizer& optimizer_;
+  torch::optim::Optimizer& optimizer_;
   const StateDict* given_;
   const bool ignore_frozen_;
   std::vector<typename Kind::Options> options_;
@@ -281,7 +316,7 @@ class Copies {
 } // namespace
 
 StateDict get_optimizer_state_dict(
-    ModuleRef module, optim::Optimizer& optimizer, const StateDictOptions& options) {
+    ModuleRef module, torch::optim::Optimizer& optimizer, const StateDictOptions& options) {
   constexpr auto kFunction = "get_optimizer_state_dict";
   at::NoGradGuard no_grad;
   detail::reshard_below(*module);
@@ -299,7 +334,7 @@ StateDict get_optimizer_state_dict(
 
 void set_optimizer_state_dict(
     ModuleRef module,
-    optim::Optimizer& optimizer,
+    torch::optim::Optimizer& optimizer,
     const StateDict& state,
     const StateDictOptions& options) {
   constexpr auto kFunction = "set_optimizer_state_dict";

@@ -60,8 +60,11 @@ std::vector<detail::SaveJob> jobs_of(
   detail::Publication publication{.target = path};
   publication.ranks.size = kRanks;
   publication.ranks.timeout = std::chrono::seconds(20);
-  publication.ranks.store =
-      c10::make_intrusive<c10d::FileStore>(temporary_folder() + "/store", kRanks);
+  // Stores are never destroyed: ~FileStore reads for ever where a killed rank has left half a
+  // record.
+  static auto& stores = *new std::vector<c10::intrusive_ptr<c10d::Store>>();
+  stores.push_back(c10::make_intrusive<c10d::FileStore>(temporary_folder() + "/store", kRanks));
+  publication.ranks.store = stores.back();
   detail::prepare(publication);
   std::vector<detail::SaveJob> jobs;
   for (int rank = 0; rank < kRanks; ++rank) {

@@ -6,11 +6,11 @@
 #include <random>
 
 #include "base/check.h"
-#include "checkpoint/box.h"
 #include "checkpoint/checkpoints.h"
 #include "checkpoint/crc32c.h"
 #include "checkpoint/safetensors.h"
 #include "fuzz/checkpoint_inputs.h"
+#include "tensor/box.h"
 
 namespace fsdp::detail {
 namespace {

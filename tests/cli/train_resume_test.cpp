@@ -3,6 +3,8 @@
 #include <fsdp/distributed.h>
 #include <fsdp/error.h>
 
+#include <filesystem>
+
 #include "cli/tiny_run.h"
 #include "cli/train/run_checkpoint.h"
 #include "support/tensors.h"
@@ -43,9 +45,16 @@ std::vector<std::string> contents(const std::string& checkpoint, int ranks) {
   return texts;
 }
 
-TEST(TrainResume, RepeatsTheUninterruptedRunBitForBit) {
+class ResumedRun : public testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(
+    Optimizer, ResumedRun, testing::Values("adamw", "muon"), [](const auto& info) {
+      return info.param;
+    });
+
+TEST_P(ResumedRun, RepeatsTheUninterruptedRunBitForBit) {
   const auto folder = temporary_folder();
-  const auto whole = run(short_run(text_file(), {"--run", folder + "/a", "--save-every", "10"}));
+  const auto whole = run(short_run(
+      text_file(), {"--run", folder + "/a", "--save-every", "10", "--optimizer", GetParam()}));
   ASSERT_EQ(whole.exit_code, 0) << whole.output;
   EXPECT_TRUE(contains(whole.output, "saved     " + step_folder(folder + "/a", "20")));
   const auto rest =
@@ -61,9 +70,10 @@ TEST(TrainResume, RepeatsTheUninterruptedRunBitForBit) {
       contents(step_folder(folder + "/b", "20"), 2));
 }
 
-TEST(TrainResume, AtOtherNumbersOfRanks) {
+TEST_P(ResumedRun, AtOtherNumbersOfRanks) {
   const auto folder = temporary_folder();
-  const auto whole = run(short_run(text_file(), {"--run", folder + "/a", "--save-every", "10"}));
+  const auto whole = run(short_run(
+      text_file(), {"--run", folder + "/a", "--save-every", "10", "--optimizer", GetParam()}));
   const auto losses = losses_in(whole.output);
   ASSERT_EQ(losses.size(), 20u) << whole.output;
   for (const std::string ranks : {"1", "4"}) {
@@ -75,6 +85,19 @@ TEST(TrainResume, AtOtherNumbersOfRanks) {
       EXPECT_NEAR(others[i], losses[10 + i], 2e-4) << ranks << " ranks, step " << i + 11;
     }
   }
+}
+
+TEST(TrainResume, SavesStepsThatWereLostOnceTheyAreMadeAgain) {
+  const auto folder = temporary_folder() + "/run";
+  const auto whole =
+      run(short_run(text_file(), {"--run", folder, "--save-every", "8", "--keep", "9"}));
+  ASSERT_EQ(whole.exit_code, 0) << whole.output;
+  std::filesystem::remove_all(step_folder(folder, "20"));
+  const auto rest = run({"train", "--resume", folder, "--steps", "30"});
+  ASSERT_EQ(rest.exit_code, 0) << rest.output;
+  EXPECT_EQ(
+      listing(folder + "/checkpoints"),
+      "latest step_00000008 step_00000016 step_00000020 step_00000024 step_00000030");
 }
 
 TEST(TrainResume, AfterKill9) {
@@ -338,9 +361,11 @@ TEST(Generate, TakesWhatInspectTakesAndWhatConvertWrites) {
   EXPECT_EQ(resumed.exit_code, 4) << resumed.output;
   EXPECT_TRUE(contains(resumed.output, "not one of fsdp train"));
   ASSERT_EQ(run({"convert", run_folder, out + "_hf"}).exit_code, 0);
-  const auto refused = generated(out + "_hf");
+  EXPECT_EQ(generated(out + "_hf").output, text.output);
+  EXPECT_EQ(generated(out + "_hf/model.safetensors").output, text.output);
+  const auto refused = run({"train", "--resume", out + "_hf", "--no-save"});
   EXPECT_EQ(refused.exit_code, 2) << refused.output;
-  EXPECT_TRUE(contains(refused.output, "converted with --format sharded"));
+  EXPECT_TRUE(contains(refused.output, "also use --format sharded"));
 }
 
 TEST(TrainResume, SaysWhereItCannotSave) {

@@ -287,6 +287,23 @@ TEST(Trainer, AnyMeshGivesTheSameLosses) {
   }
 }
 
+TEST(Trainer, MuonGivesTheSameLossesOnAnyMesh) {
+  auto config = tiny_config();
+  config.batch = 12;
+  config.steps = 6;
+  const auto by_adamw = losses(config, 1);
+  config.optimizer = "muon";
+  const auto alone = losses(config, 1);
+  EXPECT_LT(alone.back(), alone.front() - 0.5);
+  EXPECT_NE(alone, by_adamw);
+  for (const auto& mesh :
+       {MeshShape{.shard = 3}, MeshShape{.replicate = 2, .shard = 2},
+        MeshShape{.shard = 2, .tensor = 2}, MeshShape{.replicate = 3, .shard = 2, .tensor = 2}}) {
+    config.mesh = mesh;
+    expect_close(config, static_cast<int>(mesh.ranks()), alone);
+  }
+}
+
 TEST(Trainer, WhatSavesMemoryDoesNotChangeTheLosses) {
   auto config = tiny_config();
   config.steps = 6;

@@ -1,5 +1,5 @@
-// The nccl backend: on one GPU a world of one rank. `NcclRanks` is for several,
-// one per GPU:  fsdp run -n 8 -- gpu_tests --gtest_filter='NcclRanks.*'
+// The nccl backend: a world of one rank. `NcclRanks` is for several ranks, each with a GPU of its
+// own or all on one: FSDP_TEST_BACKEND=nccl fsdp run -n 8 -- gpu_tests --gtest_filter='NcclRanks.*'
 #include <fsdp/debug.h>
 #include <fsdp/error.h>
 #include <fsdp/optim.h>
@@ -15,6 +15,7 @@
 #include "support/collective_checks.h"
 #include "support/gpu.h"
 #include "support/processes.h"
+#include "support/ranks.h"
 #include "support/sharded.h"
 
 namespace fsdp {
@@ -210,23 +211,16 @@ TEST(NcclOnGpu, ATimeOutGivesACommError) {
   });
 }
 
-// ------------------------------------------------------------ Several GPUs
+// ------------------------------------------------------------ Several ranks
 
 class NcclRanks : public testing::Test {
  protected:
   void SetUp() override {
     SKIP_WITHOUT_GPU();
-    if (!std::getenv("WORLD_SIZE")) {
-      GTEST_SKIP() << "start it by: fsdp run -n GPUS -- gpu_tests --gtest_filter='NcclRanks.*'";
+    if (test_backend() != "nccl") {
+      GTEST_SKIP() << "it needs ranks over nccl: ctest -L nccl";
     }
-    if (torch::cuda::device_count() < 2 && !std::getenv("NCCL_MULTI_RANK_GPU_ENABLE")) {
-      GTEST_SKIP()
-          << "there is one GPU here, and nccl wants one per rank. NCCL 2.30 and later lets "
-             "ranks share it: NCCL_MULTI_RANK_GPU_ENABLE=1";
-    }
-    joined.emplace(InitOptions{.backend = "nccl"});
   }
-  std::optional<ScopedProcessGroup> joined;
 };
 
 TEST_F(NcclRanks, MatchTheDefinitionsAndTrain) {

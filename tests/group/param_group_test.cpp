@@ -333,7 +333,7 @@ TEST(ParamGroup, FreesTheWholeAndSaysSoWhenTouched) {
     made.group->reshard(ReshardAfter::User);
 #if TORCH_VERSION_MINOR >= 13
     EXPECT_TRUE(contains(
-        message_of<c10::Error>([&] { alias.sum(); }), "parameters of 'test' are resharded"));
+        message_of<c10::Error>([&] { alias.sum(); }), "parameters of module 'test' are resharded"));
 #endif
   });
 }

@@ -57,7 +57,8 @@ TEST(TwoHosts, NameAPeerThatDiedOnTheOtherHost) {
       }
     });
     // Whoever notices late finds those who gave up gone as well.
-    EXPECT_TRUE(test::contains(message, "3 is gone") || test::contains(message, "3 are gone"));
+    EXPECT_TRUE(test::contains(message, "3 is gone") || test::contains(message, "3 are gone"))
+        << message;
     sleep(4); // rank 0 serves the store that has the first diagnosis
     return;
   }

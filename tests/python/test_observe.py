@@ -9,7 +9,7 @@ from parity import Collectives, batch, mesh_of, sharded_mlps
 from pool import DEVICE
 
 import fsdp_cpp
-from fsdp_cpp.observe import Trace, memory_stats, reset_peak_memory_stats, sharding_plan
+from fsdp_cpp.observe import Run, Trace, memory_stats, reset_peak_memory_stats, sharding_plan
 
 
 def memory():
@@ -83,6 +83,37 @@ def timeline(path):
 
 def test_timeline_of_all_ranks(ranks, tmp_path):
     ranks(2).run(timeline, str(tmp_path / "trace.json"))
+
+
+def five_steps(folder, model, fails=False):
+    with Run(folder, model, device=DEVICE, traced=range(2, 4), lr=0.5) as run:
+        for step in range(5):
+            model(batch(step)).sum().backward()
+            run.step(loss=float("nan") if step == 1 else 3 - step, tokens=8, lr=0.5)
+        if fails:
+            raise ZeroDivisionError
+    return run
+
+
+def page(folder):
+    model = sharded_mlps(fsdp_cpp)
+    with pytest.raises(ZeroDivisionError):
+        five_steps(folder, model, fails=True)
+    run = five_steps(folder, model)
+    dist.barrier()
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [3, None, 1, 0, -1]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[-1]["tokens"] == 40 and lines[-1]["memory"]["shards"] > 0
+    traced = json.loads((run.folder / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in traced} == {0, 1}
+    assert {event["name"] for event in traced if event.get("cat") == "step"} == {"step 2", "step 3"}
+    text = (run.folder / "report.html").read_text()
+    assert '"gathered_bytes"' in text and '"lr":0.5' in text and "reduce_scatter" in text
+
+
+def test_page_about_a_run(ranks, tmp_path):
+    ranks(2).run(page, str(tmp_path / "run"))
 
 
 def misuse():

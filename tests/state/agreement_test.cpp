@@ -59,6 +59,46 @@ TEST(Agreement, AnotherModule) {
   EXPECT_TRUE(contains(message, "rank 1: all_gather of module 'choice2'"));
 }
 
+// Names do not tell the roots of two models apart, but the order in which they were made does.
+TEST(Agreement, AnotherModelOfTheSameKind) {
+  for (const int n : {2, 3}) {
+    for (const bool from_the_beginning : {false, true}) {
+      SCOPED_TRACE_OF(n, from_the_beginning);
+      const auto message = message_of<CommError>([&] {
+        run_ranks(n, [&](int rank) {
+          std::vector<MLP> models;
+          for (int i = 0; i < 2; ++i) {
+            models.push_back(seeded<MLP>(4));
+            fully_shard(models.back());
+          }
+          const auto x = random_batch(0, {2, 4});
+          for (int step = 0; step < (from_the_beginning ? 0 : 2); ++step) {
+            models[1](models[0](x)).sum().backward(); // they are no error
+          }
+          models[rank == 1 ? 1 : 0](x);
+        });
+      });
+      EXPECT_TRUE(contains(message, "rank 0: all_gather of the root module"));
+      EXPECT_TRUE(
+          contains(message, "rank 1: all_gather of the root module of model 2 of its kind"));
+    }
+  }
+}
+
+// The layers of a model may be sharded in any order.
+TEST(Agreement, TheOrderOfShardingIsNoDifference) {
+  run_ranks(2, [](int rank) {
+    auto [net, reference] = twins<Stack>(6);
+    for (size_t i = 0; i < net->mlps.size(); ++i) {
+      fully_shard(net->mlps[rank == 0 ? i : net->mlps.size() - 1 - i]);
+    }
+    fully_shard(net);
+    train_and_compare(net, reference, [](Stack& each, int step) {
+      return each(random_batch(step, {2, 6})).sum();
+    });
+  });
+}
+
 // All are gathered, and only the gradients are of different parameters.
 TEST(Agreement, OtherParametersOfOneGroup) {
   const auto message = error_of(2, /*one_group=*/true, {0, 2});

@@ -108,6 +108,10 @@ TEST(ShardsAtRest, AreNotBroadcast) {
     EXPECT_EQ(net->scale.numel(), 1);
     expect_refused("scale", [&] { (void)(torch::ones({3, 2}) * net->scale); });
     expect_refused("scale", [&] { (void)(net->scale + torch::ones({2})); });
+    expect_refused("scale", [&] { (void)torch::multiply(torch::ones({2}), net->scale); });
+    expect_refused("scale", [&] { (void)torch::max(torch::ones({2}), net->scale); });
+    expect_refused("scale", [&] { (void)torch::mse_loss(torch::ones({2}), net->scale); });
+    expect_refused("head", [&] { (void)torch::kron(torch::ones({2, 2}), net->head->weight); });
     const torch::NoGradGuard no_grad;
     expect_refused("scale", [&] { torch::ones({2}).mul_(0.5).add_(net->scale, 0.5); });
     expect_refused("scale", [&] { torch::ones({2}).copy_(net->scale); });

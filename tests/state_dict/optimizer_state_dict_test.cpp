@@ -32,7 +32,8 @@ std::vector<std::pair<std::string, MakeOptimizer>> all_optimizers() {
       {"RMSprop",
        maker<torch_optim::RMSprop>(torch_optim::RMSpropOptions(1e-3).momentum(0.5).centered(true))},
       {"Adagrad", maker<torch_optim::Adagrad>(
-                      torch_optim::AdagradOptions(1e-2).initial_accumulator_value(0.1))}};
+                      torch_optim::AdagradOptions(1e-2).initial_accumulator_value(0.1))},
+      {"Muon", maker<optim::Muon>(optim::MuonOptions(1e-2).ns_dtype(torch::kDouble))}};
 }
 
 /// Each MLP, and the rest.

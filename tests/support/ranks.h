@@ -18,6 +18,14 @@ inline std::string test_backend() {
 
 struct TestWorld : testing::Environment {
   void SetUp() override {
+    const char* size = std::getenv("WORLD_SIZE");
+    const int num_ranks = size ? std::atoi(size) : 1;
+    if (test_backend() == "nccl" && torch::cuda::device_count() < num_ranks &&
+        !nccl_shares_gpus()) {
+      GTEST_SKIP()
+          << "NCCL cannot share a GPU here: it needs version 2.30 or later (LD_PRELOAD), and "
+             "NCCL_MULTI_RANK_GPU_ENABLE=1";
+    }
     if (!test_backend().empty()) {
       init_process_group({.backend = test_backend(), .timeout = std::chrono::minutes(1)});
     }

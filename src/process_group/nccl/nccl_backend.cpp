@@ -5,6 +5,7 @@
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include <cstdlib>
@@ -16,6 +17,14 @@ namespace fsdp::detail {
 
 bool nccl_available() {
   return at::cuda::is_available();
+}
+
+int nccl_version() {
+  // Not linked: torch decides which library is loaded.
+  auto* const get =
+      reinterpret_cast<decltype(&ncclGetVersion)>(dlsym(RTLD_DEFAULT, "ncclGetVersion"));
+  int version = 0;
+  return get && get(&version) == ncclSuccess ? version : 0;
 }
 
 void check_nccl() {

@@ -9,6 +9,9 @@ namespace fsdp::detail {
 /// Returns true if NCCL is built in and this process sees a GPU.
 bool nccl_available();
 
+/// The version of the library that is loaded: 23203 is 2.32.3. 0 without NCCL.
+int nccl_version();
+
 /// Throws ConfigError with the reason if NCCL is not available.
 void check_nccl();
 
@@ -16,7 +19,7 @@ void check_nccl();
 /// thread has chosen another one than GPU 0 already.
 void use_gpu(int local_rank);
 
-/// Makes an NCCL backend. Every rank must have a GPU of its own.
+/// Makes an NCCL backend. Every rank must have a GPU of its own, unless `nccl_shares_gpus`.
 c10::intrusive_ptr<c10d::Backend> make_nccl(const BackendSpec& spec);
 
 } // namespace fsdp::detail

@@ -9,6 +9,10 @@ bool nccl_available() {
   return false;
 }
 
+int nccl_version() {
+  return 0;
+}
+
 void check_nccl() {
   FSDP_THROW(
       ConfigError, "backend nccl: this library was built against torch " TORCH_VERSION
