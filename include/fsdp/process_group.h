@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -20,6 +21,8 @@ class Work;
 
 namespace detail {
 class BackendFactory;
+template <class Value>
+class ByGroup;
 struct GroupState;
 struct WorkState;
 struct CollectiveCall;
@@ -44,6 +47,11 @@ class FSDP_API Work {
   /// Throws CommError if the collective failed. May be called again, for example on another
   /// stream.
   void wait();
+
+  /// Lets the first `wait()` of this Work and its copies call `finish` at its end, for collectives
+  /// of your own that compute something from the result. On an accelerator, only the stream that
+  /// waits first sees what `finish` does.
+  void then(std::function<void()> finish);
 
  private:
   friend class ProcessGroup;
@@ -136,6 +144,8 @@ class FSDP_API ProcessGroup {
       at::Tensor out,
       at::Tensor in,
       std::shared_ptr<const detail::GatherPlan> plan);
+  template <class Value>
+  friend class detail::ByGroup;
   friend void detail::compare_calls(const std::vector<ProcessGroup>& groups, at::Device device);
   friend ProcessGroup detail::group_of_world_ranks(
       const ProcessGroup& group, const std::vector<int>& world_ranks);

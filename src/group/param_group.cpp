@@ -356,12 +356,17 @@ void FSDPParamGroup::pre_forward(bool entering) {
   const Range range("pre_forward", label_);
   if (entering) {
     whole_before_forward_ = state_ == ParamsState::Unsharded;
-    if (whole_before_forward_ && gathered_for_ != UnshardFor::User && is_current()) {
-      flat_.check_whole_values(/*only_steps=*/true); // no backward came after the forward before
-    }
+    check_no_step(); // no backward came after the forward before
   }
   unshard(UnshardFor::Forward);
   wait_for_unshard(UnshardFor::Forward);
+}
+
+/// Throws if an optimizer has stepped on parameters that a forward left whole.
+void FSDPParamGroup::check_no_step() {
+  if (state_ == ParamsState::Unsharded && gathered_for_ != UnshardFor::User && is_current()) {
+    flat_.check_whole_values(/*only_steps=*/true);
+  }
 }
 
 void FSDPParamGroup::post_forward() {
@@ -384,6 +389,9 @@ void FSDPParamGroup::post_forward() {
 
 void FSDPParamGroup::pre_backward() {
   const Range range("pre_backward", label_);
+  if (flat_.device().is_cpu()) { // the host would wait for a GPU
+    check_no_step();
+  }
   unshard(UnshardFor::Backward);
   wait_for_unshard(UnshardFor::Backward);
 }

@@ -155,6 +155,7 @@ class FSDPParamGroup {
  private:
   void enter(ParamsState next);
   bool is_current();
+  void check_no_step();
   void take_first_replica();
   void start_gather(UnshardFor purpose);
   void to_sharded(bool overlap_next_gather = false);

@@ -1,15 +1,14 @@
 #pragma once
 
 #include <fsdp/process_group.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <map>
+#include <memory>
 #include <mutex>
-#include <utility>
 
 namespace fsdp::detail {
 
-/// What a rank keeps for each of its groups until the group is gone. Each rank has a backend of its
+/// What a rank keeps for each of its groups until the group is gone. Each rank has groups of its
 /// own, also if ranks are threads, so ranks do not see each other's values.
 template <class Value>
 class ByGroup {
@@ -19,16 +18,16 @@ class ByGroup {
   template <class Use>
   auto with(const ProcessGroup& group, const Use& use) {
     std::lock_guard lock(mutex_);
-    std::erase_if(values_, [](const auto& item) { return item.second.first.expired(); });
-    const auto& backend = group.backend();
-    const auto place = values_.try_emplace(backend.get(), Weak(backend), Value());
-    return use(place.first->second.second);
+    std::erase_if(values_, [](const auto& item) { return item.first.expired(); });
+    return use(values_[group.state_]);
   }
 
  private:
-  using Weak = c10::weak_intrusive_ptr<c10d::Backend>; // keeps its address from being used again
+  // Not the backends: a weak pointer to a backend would delay its end, perhaps until the driver of
+  // the GPU is gone.
+  using Group = std::weak_ptr<GroupState>;
   std::mutex mutex_;
-  std::map<const c10d::Backend*, std::pair<Weak, Value>> values_;
+  std::map<Group, Value, std::owner_less<Group>> values_;
 };
 
 } // namespace fsdp::detail

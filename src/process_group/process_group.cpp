@@ -111,6 +111,20 @@ void Work::wait() {
   }
 }
 
+void Work::then(std::function<void()> finish) {
+  if (!state_) {
+    finish();
+    return;
+  }
+  const std::lock_guard lock(state_->mutex);
+  state_->finish = [before = std::move(state_->finish), finish = std::move(finish)] {
+    if (before) {
+      before();
+    }
+    finish();
+  };
+}
+
 ProcessGroup::ProcessGroup(std::shared_ptr<detail::GroupState> state) : state_(std::move(state)) {}
 
 ProcessGroup::ProcessGroup(const c10::intrusive_ptr<c10d::Backend>& backend, std::string name)

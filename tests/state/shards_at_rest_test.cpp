@@ -298,6 +298,23 @@ TEST(WrittenWholes, AStepAfterAForwardWithoutBackwardIsAnError) {
   });
 }
 
+TEST(WrittenWholes, AStepBetweenForwardAndBackwardIsAnError) {
+  if (test_device() != c10::kCPU) {
+    GTEST_SKIP() << "the check would wait for the GPU";
+  }
+  run_ranks(2, [](int) {
+    auto net = seeded<Mixed>();
+    fully_shard(net);
+    torch::optim::SGD optimizer({net->scale}, 0.1);
+    mixed_loss(net, 0).backward();
+    const auto loss = mixed_loss(net, 1);
+    optimizer.step();
+    EXPECT_TRUE(contains(
+        message_of<c10::Error>([&] { loss.backward(); }),
+        "'scale' was written to while it was unsharded"));
+  });
+}
+
 // ------------------------------------------------------------ Members that are replaced
 
 TEST(ReplacedMembers, AreFoundByTheNextForwards) {
