@@ -148,8 +148,8 @@ TEST(TrainSignals, UnderALauncherTheRanksSaveToo) {
 TEST(TrainSignals, ASecondOneQuitsAtOnce) {
   const auto run_folder = temporary_folder() + "/run";
   const auto words = joined(tiny_options(
-      text_file(), {"--run", run_folder, "--steps", "100000", "--model", "small", "--batch", "64",
-                    "--context", "128", "--dim", "256"})); // so that a step takes a while
+      text_file(), {"--run", run_folder, "--steps", "100000", "--model", "small", "--batch", "256",
+                    "--accumulate", "4", "--context", "128", "--dim", "256"})); // takes seconds
   const auto ended = interrupted(words, run_folder, "kill -TERM $!; sleep 0.7; kill -INT $!;");
   EXPECT_EQ(ended.exit_code, 130) << ended.output;
   EXPECT_EQ(count(ended.output, "stopped"), 0) << ended.output;
