@@ -319,9 +319,11 @@ TEST(Muon, TwoExchangesForEachBucket) {
     };
     step();
     auto calls = step();
-    ASSERT_EQ(calls.size(), 7);
-    EXPECT_EQ(calls[0].op, "all_gather"); // a comparison of the ranks
-    calls.erase(calls.begin());
+    if (test_device() == c10::kCPU) { // a comparison of the ranks
+      ASSERT_EQ(calls[0].op, "all_gather");
+      calls.erase(calls.begin());
+    }
+    ASSERT_EQ(calls.size(), 6);
     for (const auto& call : calls) {
       EXPECT_EQ(call.op, "all_to_all");
       EXPECT_EQ(call.bytes, 8 * 32 * 2); // a matrix per rank, in bf16, without padding
@@ -404,6 +406,9 @@ std::vector<std::string> refusals(const std::function<void(int rank, Shapes&, Mu
 }
 
 TEST(Muon, RanksThatBringOtherMatricesAllThrow) {
+  if (test_device() != c10::kCPU) {
+    GTEST_SKIP() << "on a GPU the ranks compare new plans only";
+  }
   const auto expect = [](const std::string& part, const auto& change) {
     for (const auto& message : refusals(change)) {
       EXPECT_TRUE(contains(message, part)) << message;
