@@ -33,6 +33,10 @@ void for_each_option(Visit visit) {
   // Fixed, because only checkpoints of fp16 hold the state of the gradient scaler.
   visit("param-dtype", [](auto& config) -> auto& { return config.param_dtype; }, true);
   visit("reduce-dtype", [](auto& config) -> auto& { return config.reduce_dtype; }, false);
+  visit("send-dtype", [](auto& config) -> auto& { return config.send_dtype; }, false);
+  visit("shard-dtype", [](auto& config) -> auto& { return config.shard_dtype; }, true);
+  visit("moments", [](auto& config) -> auto& { return config.moments; }, true);
+  visit("rounding", [](auto& config) -> auto& { return config.rounding; }, true);
   visit("offload", [](auto& config) -> auto& { return config.offload; }, false);
   visit(
       "activation-checkpointing",

@@ -66,6 +66,17 @@ void check_optimizer(const TrainConfig& config) {
   check_config(
       config.clip >= 0 && std::isfinite(config.clip), "--clip ", config.clip,
       ": it must be 0 (off) or more, and finite");
+  check_config(
+      !config.is_low_precision() || config.optimizer == "adamw",
+      "--shard-dtype and --moments: only --optimizer adamw can round its results; --optimizer ",
+      config.optimizer, " needs fp32");
+  const auto& added_in = config.reduce_dtype.empty() ? config.param_dtype : config.reduce_dtype;
+  check_config(
+      config.send_dtype.empty() || added_in == "fp32", "--send-dtype ", config.send_dtype,
+      " is for gradients that are added in fp32; use --reduce-dtype fp32, or leave it out");
+  check_config(
+      config.shard_dtype == "fp32" || config.param_dtype != "fp16",
+      "--param-dtype fp16 needs --shard-dtype fp32: bf16 has numbers that fp16 does not have");
 }
 
 } // namespace
@@ -75,18 +86,25 @@ c10::ScalarType muon_dtype(const TrainConfig& config) {
 }
 
 c10::ScalarType dtype_of(const std::string& name) {
-  return name == "bf16" ? c10::kBFloat16 : name == "fp16" ? c10::kHalf : c10::kFloat;
+  return name == "bf16"   ? c10::kBFloat16
+         : name == "fp16" ? c10::kHalf
+         : name == "8bit" ? c10::kFloat8_e4m3fn
+                          : c10::kFloat;
 }
 
 MixedPrecisionPolicy TrainConfig::precision() const {
   MixedPrecisionPolicy policy;
-  if (param_dtype != "fp32") {
+  if (param_dtype != shard_dtype) {
     policy.param_dtype = dtype_of(param_dtype);
   }
   if (!reduce_dtype.empty()) {
     policy.reduce_dtype = dtype_of(reduce_dtype);
   }
   return policy;
+}
+
+c10::ScalarType TrainConfig::moments_dtype() const {
+  return dtype_of(moments.empty() ? shard_dtype : moments);
 }
 
 ReshardAfterForward parse_reshard(const std::string& text, int64_t shard_ranks, bool must_fit) {

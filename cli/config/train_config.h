@@ -32,16 +32,26 @@ struct TrainConfig {
   ReshardAfterForward reshard_after_forward;
   std::string param_dtype = "fp32";
   std::string reduce_dtype; // empty: as `param_dtype`
+  std::string send_dtype;   // of gradients; empty: as `reduce_dtype`
+  std::string shard_dtype = "fp32";
+  std::string moments; // of AdamW: "fp32", "bf16" or "8bit"; empty: as `shard_dtype`
+  std::string rounding = "stochastic"; // of both, if they are not in fp32; or "nearest"
   bool offload = false;
   bool activation_checkpointing = false;
   std::string device = "cpu";
 
   MixedPrecisionPolicy precision() const;
+  /// How the optimizer stores its moments.
+  c10::ScalarType moments_dtype() const;
+  /// Whether parameters or moments are not in fp32.
+  bool is_low_precision() const {
+    return shard_dtype != "fp32" || moments_dtype() != c10::kFloat;
+  }
 };
 
 /// The dtype in which Muon computes. In bf16 a CPU takes several times as long as in fp32.
 c10::ScalarType muon_dtype(const TrainConfig& config);
-/// The dtype of "bf16", "fp16" or "fp32".
+/// The dtype of "bf16", "fp16", "fp32" or "8bit".
 c10::ScalarType dtype_of(const std::string& name);
 /// Parses "true", "false", "auto" or a number of ranks. Throws ConfigError if the text is something
 /// else, or the number does not divide `shard_ranks`. With `must_fit` such a number means "true".

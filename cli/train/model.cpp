@@ -157,7 +157,9 @@ void init_weights(Transformer& model, uint64_t seed) {
         }
         const bool into_residual =
             ends_with(name, "o_proj.weight") || ends_with(name, "down_proj.weight");
-        param.normal_(0, into_residual ? 0.02 * residual_scale : 0.02);
+        auto values = param.to(torch::kFloat); // the same ones in any dtype, but for rounding
+        values.normal_(0, into_residual ? 0.02 * residual_scale : 0.02);
+        param.copy_(values);
       },
       seed);
 }

@@ -77,13 +77,19 @@ void Narrator::plan(
       c10::str(
           decimal_count(plan.num_params, ""), " parameters: ", plural(dims.layers, "layer"), " of ",
           dims.dim, ", ", plural(dims.heads, "head"), ", ", dims.kv_heads, " for keys and values, ",
-          dims.hidden, " hidden", dims.tied ? ", tied" : "", ", in ", config.param_dtype));
+          dims.hidden, " hidden", dims.tied ? ", tied" : "", ", in ", config.param_dtype,
+          config.is_low_precision()
+              ? c10::str(
+                    "; kept in ", config.shard_dtype, ", moments in ",
+                    config.moments.empty() ? config.shard_dtype : config.moments)
+              : ""));
   screen_.labelled(
       "ranks",
       c10::str(
           mesh.ranks(), " over ", backend, "; ",
           plural(static_cast<int64_t>(plan.groups.size()), "group"), ", ", binary_size(shard_bytes),
-          " of ", binary_size(plan.num_params * 4), " of parameters on each rank",
+          " of ", binary_size(plan.num_params * c10::elementSize(dtype_of(config.shard_dtype))),
+          " of parameters on each rank",
           mesh.replicate > 1 || mesh.tensor > 1 ? "; mesh " + mesh.str() : ""));
   screen_.labelled(
       "memory",

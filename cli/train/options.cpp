@@ -124,6 +124,20 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
       ->check(dtypes);
   add("--reduce-dtype", config.reduce_dtype, "Dtype to reduce gradients in [--param-dtype]")
       ->check(dtypes);
+  add("--send-dtype", config.send_dtype,
+      "bf16 sends gradients in bf16 and adds them in fp32, which --reduce-dtype must be")
+      ->check(CLI::IsMember({"bf16"}));
+  add("--shard-dtype", config.shard_dtype,
+      "Dtype to keep parameters in: bf16 takes half the memory of fp32, and AdamW rounds its "
+      "results")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"bf16", "fp32"}));
+  add("--moments", config.moments, "Dtype of AdamW's moments: 8bit, bf16, fp32 [--shard-dtype]")
+      ->check(CLI::IsMember({"8bit", "bf16", "fp32"}));
+  add("--rounding", config.rounding,
+      "How AdamW rounds; nearest loses small updates, and is there to compare with")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"stochastic", "nearest"}));
   add("--device", options.device, "auto, cpu or cuda")
       ->capture_default_str()
       ->check(CLI::IsMember({"auto", "cpu", "cuda"}));

@@ -21,6 +21,10 @@ int64_t bytes_of(const std::string& dtype) {
   return static_cast<int64_t>(c10::elementSize(dtype_of(dtype)));
 }
 
+int64_t shard_element_bytes(const TrainConfig& config) {
+  return bytes_of(config.shard_dtype);
+}
+
 int64_t reduce_bytes_of(const TrainConfig& config) {
   return bytes_of(config.reduce_dtype.empty() ? config.param_dtype : config.reduce_dtype);
 }
@@ -38,7 +42,8 @@ void add_param(
     const std::string& name,
     const at::Tensor& param,
     const MeshShape& mesh,
-    int64_t param_bytes) {
+    const TrainConfig& config) {
+  const auto param_bytes = bytes_of(config.param_dtype);
   const bool is_divided = param.dim() > 1;
   const bool by_columns = name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
   const auto rows = is_divided && !by_columns ? param.size(0) / mesh.tensor : param.size(0);
@@ -47,7 +52,7 @@ void add_param(
   group.numel += param.numel();
   group.num_params += 1;
   group.num_matrices += is_divided ? 1 : 0;
-  const auto shard_bytes = padded / mesh.shard * row * 4;
+  const auto shard_bytes = padded / mesh.shard * row * shard_element_bytes(config);
   group.shard_bytes += shard_bytes;
   if (is_divided && name.starts_with("layers.")) {
     group.muon_numel += param.numel();
@@ -59,11 +64,10 @@ void add_param(
 
 /// The groups that `build_sharded` makes: one per block, and one for the rest. `sharding_plan`
 /// would need the mesh to exist, and a plan is made for meshes of any size.
-std::vector<GroupPlan> plan_groups(
-    const ModelDims& dims, const MeshShape& mesh, int64_t param_bytes) {
+std::vector<GroupPlan> plan_groups(const TrainConfig& config, const MeshShape& mesh) {
   const MetaInit on_meta;
-  const Transformer model(dims);
-  std::vector<GroupPlan> groups(static_cast<size_t>(dims.layers) + 1);
+  const Transformer model(config.model);
+  std::vector<GroupPlan> groups(model->layers.size() + 1);
   for (size_t i = 0; i < model->layers.size(); ++i) {
     groups[i].name = "layers." + std::to_string(i);
   }
@@ -71,7 +75,7 @@ std::vector<GroupPlan> plan_groups(
     const auto& name = param.key();
     const bool of_block = name.starts_with("layers.");
     auto& group = of_block ? groups[std::stoul(name.substr(7))] : groups.back();
-    add_param(group, name, param.value(), mesh, param_bytes);
+    add_param(group, name, param.value(), mesh, config);
   }
   return groups;
 }
@@ -183,6 +187,7 @@ std::vector<TrafficPlan> plan_traffic(
     const Plan& plan, const TrainConfig& config, const MeshShape& mesh, int64_t reduce_bytes) {
   TrafficPlan gathers{.op = "all-gather", .axis = "shard"};
   TrafficPlan scatters{.op = "reduce-scatter", .axis = "shard"};
+  TrafficPlan exchanges{.op = "all-to-all", .axis = "shard"}; // instead of them
   TrafficPlan reduces{.op = "all-reduce", .axis = "dp"};
   const auto param_bytes = bytes_of(config.param_dtype);
   for (const auto& group : plan.groups) {
@@ -194,12 +199,15 @@ std::vector<TrafficPlan> plan_traffic(
     if (mesh.shard > 1) {
       gathers.count += passes;
       gathers.bytes += passes * group.gathered_bytes;
-      scatters.count += 1;
-      scatters.bytes += group.gathered_bytes / param_bytes * reduce_bytes;
+      const auto numel = group.gathered_bytes / param_bytes;
+      auto& reductions = config.send_dtype.empty() ? scatters : exchanges;
+      reductions.count += 1;
+      reductions.bytes +=
+          numel * (config.send_dtype.empty() ? reduce_bytes : bytes_of(config.send_dtype));
     }
     if (mesh.replicate > 1) {
       reduces.count += 1;
-      reduces.bytes += group.shard_bytes / 4 * reduce_bytes;
+      reduces.bytes += group.shard_bytes / shard_element_bytes(config) * reduce_bytes;
     }
   }
   const MuonPlan muon(plan, config, mesh);
@@ -210,13 +218,28 @@ std::vector<TrafficPlan> plan_traffic(
       .bytes = muon.sent_bytes};
   std::vector<TrafficPlan> traffic;
   for (const auto& kind :
-       {gathers, scatters, reduces, matrices, plan_small_traffic(plan, config, mesh),
+       {gathers, scatters, exchanges, reduces, matrices, plan_small_traffic(plan, config, mesh),
         plan_tensor_traffic(config, mesh)}) {
     if (kind.count > 0) {
       traffic.push_back(kind);
     }
   }
   return traffic;
+}
+
+/// The bytes of AdamW's two moments on one rank.
+struct MomentsPlan {
+  int64_t bytes = 0;
+  int64_t saved_bytes = 0; // 8-bit ones are saved in fp32
+};
+
+MomentsPlan plan_moments(const Plan& plan, const TrainConfig& config) {
+  constexpr int64_t kBlock = 256; // elements that share a scale
+  const auto numel = 2 * plan.shard_bytes / shard_element_bytes(config);
+  const auto dtype = config.moments_dtype();
+  const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+  const bool has_scales = dtype == c10::kFloat8_e4m3fn;
+  return {bytes + (has_scales ? numel / kBlock * 4 : 0), has_scales ? numel * 4 : bytes};
 }
 
 /// Bytes of activations on one rank, of the rows that it computes at once.
@@ -262,7 +285,7 @@ struct GroupBytes {
   GroupBytes(const GroupPlan& group, const TrainConfig& config, const MeshShape& mesh) {
     const auto param_bytes = bytes_of(config.param_dtype);
     const bool alone = mesh.shard == 1;
-    const bool cast = config.param_dtype != "fp32";
+    const bool cast = config.param_dtype != config.shard_dtype;
     shard = group.shard_bytes;
     grads = group.gathered_bytes;
     // One rank computes with its shards themselves, unless they have to be cast or moved.
@@ -272,6 +295,9 @@ struct GroupBytes {
     const auto to_reduce = group.gathered_bytes / param_bytes * reduce_bytes_of(config);
     const bool reduces = !alone || mesh.replicate > 1;
     reduced = reduces ? to_reduce + (alone ? 0 : to_reduce / mesh.shard) : 0;
+    if (!alone && !config.send_dtype.empty()) { // what is sent, and what is received
+      reduced += 2 * group.gathered_bytes / param_bytes * bytes_of(config.send_dtype);
+    }
     // Gradients are laid out in their own dtype first if the other one is reduced.
     laid_out = reduces && reduce_bytes_of(config) != param_bytes ? group.gathered_bytes : 0;
     accumulated = config.accumulate > 1 ? to_reduce : 0;
@@ -335,8 +361,7 @@ int64_t plan_backward(const Plan& plan, const TrainConfig& config, const MeshSha
 
 Plan make_plan(const TrainConfig& config, const MeshShape& mesh, const PlanFor& what) {
   Plan plan;
-  const auto param_bytes = bytes_of(config.param_dtype);
-  plan.groups = plan_groups(config.model, mesh, param_bytes);
+  plan.groups = plan_groups(config, mesh);
   for (const auto& group : plan.groups) {
     plan.num_params += group.numel;
     plan.shard_bytes += group.shard_bytes;
@@ -355,9 +380,12 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh, const PlanFor& 
   const bool on_cpu = config.device == "cpu";
   const bool state_on_host = config.offload && !on_cpu;
   const MuonPlan muon(plan, config, mesh);
-  const auto state = 3 * plan.shard_bytes + muon.averages; // parameters and averages
+  const auto moments = plan_moments(plan, config);
+  const auto state = plan.shard_bytes + moments.bytes + muon.averages; // parameters and averages
   const auto grads = plan.shard_bytes;
-  const auto staged = what.saves ? state / mesh.replicate : 0; // the copy that is being written
+  // The copy that is being written.
+  const auto staged =
+      what.saves ? (plan.shard_bytes + moments.saved_bytes + muon.averages) / mesh.replicate : 0;
   plan.state_bytes = state_on_host ? 0 : state + grads;
   const auto backward = plan_backward(plan, config, mesh);
   // The optimizer's step has all gradients and nothing of backward.

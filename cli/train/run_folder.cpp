@@ -57,7 +57,7 @@ void on_first_rank(const Action& action) {
 /// Gives a save the time that writing takes, before a signal ends it.
 void expect_save(const Trainer& trainer) {
   constexpr double kBytesPerSecond = 50e6;      // of a slow disk
-  const auto state = 3 * trainer.shard_bytes(); // with the optimizer
+  const auto state = 5 * trainer.shard_bytes(); // at most: in bf16, with moments in fp32
   StopSignals::expect_within(static_cast<double>(state) / kBytesPerSecond);
 }
 

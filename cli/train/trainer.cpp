@@ -48,6 +48,19 @@ OptimizerParamGroup adamw_group(Tensors params, const TrainConfig& config, doubl
                                                        .weight_decay(weight_decay))};
 }
 
+/// A parameter group of AdamW that rounds its results.
+OptimizerParamGroup low_precision_group(
+    Tensors params, const TrainConfig& config, double weight_decay) {
+  return {
+      std::move(params), std::make_unique<optim::LowPrecisionAdamWOptions>(
+                             optim::LowPrecisionAdamWOptions(config.schedule.lr)
+                                 .betas({config.beta1, config.beta2})
+                                 .weight_decay(weight_decay)
+                                 .moments(config.moments_dtype())
+                                 .stochastic_rounding(config.rounding == "stochastic")
+                                 .seed(config.seed))};
+}
+
 /// A parameter group of Muon, with the learning rate and weight decay that suit AdamW, too.
 OptimizerParamGroup muon_group(
     Tensors params, const TrainConfig& config, double weight_decay, bool adamw) {
@@ -79,6 +92,11 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
         muon_group(vectors, config, 0, true)});
   }
   inner.insert(inner.end(), outer.begin(), outer.end());
+  if (config.is_low_precision()) {
+    return std::make_unique<optim::LowPrecisionAdamW>(std::vector{
+        low_precision_group(inner, config, config.weight_decay),
+        low_precision_group(vectors, config, 0)});
+  }
   return std::make_unique<optim::AdamW>(std::vector{
       adamw_group(inner, config, config.weight_decay), adamw_group(vectors, config, 0)});
 }
@@ -102,6 +120,7 @@ Transformer build_sharded(const TrainConfig& config, const TrainMesh& mesh) {
   {
     const MetaInit on_meta;
     model = Transformer(config.model);
+    model->to(dtype_of(config.shard_dtype));
   }
   if (mesh.tensor) {
     parallelize(model, *mesh.tensor);
@@ -113,13 +132,20 @@ Transformer build_sharded(const TrainConfig& config, const TrainMesh& mesh) {
   if (config.offload) {
     options.offload_policy = CPUOffloadPolicy{};
   }
+  const auto shard = [&](auto& module) {
+    auto sharded = fully_shard(module, options);
+    if (!config.send_dtype.empty()) {
+      sharded.set_custom_reduce_scatter(
+          std::make_shared<WideSumReduceScatter>(dtype_of(config.send_dtype)));
+    }
+  };
   for (auto& layer : model->layers) {
     if (config.activation_checkpointing) {
       apply_activation_checkpointing(layer);
     }
-    fully_shard(layer, options);
+    shard(layer);
   }
-  fully_shard(model, options);
+  shard(model);
   return model;
 }
 

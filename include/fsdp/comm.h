@@ -38,4 +38,20 @@ struct FSDP_API ReduceScatter {
       at::Tensor& out, const at::Tensor& in, ProcessGroup& group, ReduceOp op, bool async_op) = 0;
 };
 
+/// Sends gradients in a dtype of fewer bits than they are added in: each is rounded once, and their
+/// sum is not. The ranks exchange their parts by an all-to-all, and each adds up its own. With
+/// `reduce_dtype` fp32 this sends half as much as a usual reduction in fp32. For sums and averages.
+struct FSDP_API WideSumReduceScatter : ReduceScatter {
+  explicit WideSumReduceScatter(at::ScalarType sent_dtype = at::kBFloat16)
+      : sent_dtype(sent_dtype) {}
+  Work operator()(
+      at::Tensor& out,
+      const at::Tensor& in,
+      ProcessGroup& group,
+      ReduceOp op,
+      bool async_op) override;
+
+  const at::ScalarType sent_dtype;
+};
+
 } // namespace fsdp

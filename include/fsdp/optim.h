@@ -4,6 +4,7 @@
 #include <torch/optim/sgd.h>
 
 #include <fsdp/export.h>
+#include <fsdp/low_precision_adamw.h>
 #include <fsdp/muon.h>
 
 /// torch's optimizers on fused kernels. Constructors, options, state and archives are torch's own.

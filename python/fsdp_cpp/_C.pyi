@@ -127,6 +127,22 @@ class Mesh:
 class DTensor:
     def __init__(self, local: torch.Tensor, mesh: Mesh, placements: list[list[int]], sizes: list[int], /) -> None: ...
 
+class LowPrecisionAdamWOptions:
+    def __init__(
+        self,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        moments: torch.dtype,
+        stochastic_rounding: bool,
+        seed: int,
+        /,
+    ) -> None: ...
+
+# The values of a moment, and the scales of an 8-bit one.
+StoredMoment = tuple[torch.Tensor, torch.Tensor | None]
+
 class MuonOptions:
     def __init__(
         self,
@@ -159,6 +175,20 @@ class MatrixSteps:
 class SaveUnderWay:
     def result(self) -> None: ...
 
+def pack_moment(
+    param: torch.Tensor, dtype: torch.dtype, is_square: bool, floats: torch.Tensor | None, /
+) -> StoredMoment: ...
+def unpack_moment(stored: StoredMoment, is_square: bool, /) -> torch.Tensor: ...
+def low_precision_step(
+    number: tuple[int, int],
+    param: torch.Tensor | DTensor,
+    grad: torch.Tensor,
+    exp_avg: StoredMoment,
+    exp_avg_sq: StoredMoment,
+    num_steps: int,
+    options: LowPrecisionAdamWOptions,
+    /,
+) -> None: ...
 def enter_world(world: ProcessGroup, store: Store, device_type: str, /) -> None: ...
 def leave_world() -> None: ...
 def save(items: list[tuple[str, Any]], path: str, overwrite: bool, /) -> None: ...

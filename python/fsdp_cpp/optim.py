@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from ._low_precision import LowPrecisionAdamW
 from ._muon import Muon, loss_of
 from ._placements import local_grad_of, local_of
 
-__all__ = ["AdamW", "Muon", "clip_grad_norm_"]
+__all__ = ["AdamW", "LowPrecisionAdamW", "Muon", "clip_grad_norm_"]
 
 
 class AdamW(torch.optim.AdamW):

@@ -7,6 +7,7 @@
 #include "checkpoint.h"
 #include "custom_comm.h"
 #include "dtensor_param.h"
+#include "low_precision.h"
 #include "module_state.h"
 #include "muon.h"
 #include "observe.h"
@@ -177,5 +178,6 @@ PYBIND11_MODULE(_C, m) {
   bind_state(m);
   bind_observers(m);
   bind_checkpoints(m);
+  bind_low_precision(m);
   bind_muon(m);
 }

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include "runtime/stream.h"
+
 namespace fsdp {
 
 at::Tensor AllGather::allocate(at::IntArrayRef sizes, at::TensorOptions options) {
@@ -10,6 +12,35 @@ at::Tensor AllGather::allocate(at::IntArrayRef sizes, at::TensorOptions options)
 
 at::Tensor ReduceScatter::allocate(at::IntArrayRef sizes, at::TensorOptions options) {
   return at::empty(sizes, options);
+}
+
+Work WideSumReduceScatter::operator()(
+    at::Tensor& out, const at::Tensor& in, ProcessGroup& group, ReduceOp op, bool async_op) {
+  const auto kind = op.kind();
+  TORCH_CHECK_VALUE(
+      kind == ReduceOp::Sum || kind == ReduceOp::Avg || kind == ReduceOp::PremulSum,
+      "[WideSumReduceScatter] it can only add and average, not reduce by ", op.str());
+  const at::NoGradGuard no_grad;
+  const auto size = group.size();
+  const auto sent = in.to(sent_dtype);
+  auto received = at::empty_like(sent);
+  auto work = group.all_to_all_async(received, sent);
+  auto add = [out, received, op, size]() mutable {
+    const at::NoGradGuard no_grad;
+    at::sum_out(out, received.view({size, -1}), /*dim=*/0, /*keepdim=*/false, out.scalar_type());
+    if (op.kind() == ReduceOp::Avg) {
+      out.div_(size);
+    } else if (op.kind() == ReduceOp::PremulSum) {
+      out.mul_(op.factor());
+    }
+  };
+  if (async_op && !detail::has_streams(out.device())) {
+    work.then(std::move(add));
+    return work;
+  }
+  work.wait(); // on an accelerator, the current stream waits
+  add();
+  return {};
 }
 
 namespace detail {

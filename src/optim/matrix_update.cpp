@@ -11,6 +11,7 @@
 
 #include "base/hash.h"
 #include "optim/matrix_plan.h"
+#include "optim/update.h"
 
 namespace fsdp::detail {
 
@@ -110,7 +111,7 @@ at::Device MatrixUpdate::device() const {
 
 void check_options(const MuonOptions& options) {
   const auto check = [](const char* name, double value, bool is_good, const char* wanted) {
-    TORCH_CHECK_VALUE(is_good, "[", kMuonName, "] ", name, " is ", value, ", not ", wanted);
+    check_option(kMuonName, name, value, is_good, wanted);
   };
   const auto check_positive = [&](const char* name, double value) {
     check(name, value, value >= 0, "0 or more");
@@ -120,10 +121,7 @@ void check_options(const MuonOptions& options) {
   check_positive("weight_decay", options.weight_decay());
   check_positive("eps", options.eps());
   check_positive("adamw_eps", options.adamw_eps());
-  const auto [beta1, beta2] = options.betas();
-  for (const auto beta : {beta1, beta2}) {
-    check("a beta", beta, beta >= 0 && beta < 1, "from 0 to below 1");
-  }
+  check_betas(kMuonName, options.betas());
   const auto steps = static_cast<double>(options.ns_steps());
   check("ns_steps", steps, steps >= 0 && steps < 100, "from 0 to 99");
   const auto blocks = static_cast<double>(options.blocks());

@@ -18,13 +18,8 @@ namespace {
 
 constexpr auto kMuonName = "Muon";
 
-const MuonOptions& options_of(const torch::optim::OptimizerParamGroup& group) {
-  const auto* options = dynamic_cast<const MuonOptions*>(&group.options());
-  TORCH_CHECK_VALUE(
-      options, "[", kMuonName,
-      "] a parameter group has options of another optimizer; give it "
-      "MuonOptions, with adamw(true) for AdamW");
-  return *options;
+const MuonOptions& muon_options_of(const torch::optim::OptimizerParamGroup& group) {
+  return detail::options_of<MuonOptions>(kMuonName, group);
 }
 
 } // namespace
@@ -123,7 +118,7 @@ Muon::~Muon() = default;
 
 void Muon::add_param_group(const torch::optim::OptimizerParamGroup& group) {
   if (group.has_options()) {
-    detail::check_options(options_of(group));
+    detail::check_options(muon_options_of(group));
   }
   Optimizer::add_param_group(group);
   if (group.has_options()) {
@@ -137,7 +132,7 @@ at::Tensor Muon::step(LossClosure closure) {
   const detail::Range range("optimizer_step");
   at::NoGradGuard no_grad;
   const auto options = [&](std::size_t group) -> const auto& {
-    return options_of(param_groups_[group]);
+    return muon_options_of(param_groups_[group]);
   };
   const auto updates = detail::find_updates(kMuonName, param_groups_);
   auto matrices = matrix_updates();
@@ -182,7 +177,7 @@ std::vector<detail::MatrixUpdate> Muon::matrix_updates() const {
   std::vector<detail::MatrixUpdate> matrices;
   std::unordered_set<const void*> seen;
   for (const auto group : c10::irange(param_groups_.size())) {
-    const auto& options = options_of(param_groups_[group]);
+    const auto& options = muon_options_of(param_groups_[group]);
     const auto& params = param_groups_[group].params();
     for (const auto index : c10::irange(params.size())) {
       const auto& param = params[index];

@@ -10,8 +10,8 @@
 namespace fsdp::detail {
 namespace {
 
-bool fits(const at::Tensor& tensor, const at::Tensor& param) {
-  return tensor.sizes() == param.sizes() && tensor.scalar_type() == param.scalar_type() &&
+bool fits(const at::Tensor& tensor, const at::Tensor& param, at::ScalarType dtype) {
+  return tensor.sizes() == param.sizes() && tensor.scalar_type() == dtype &&
          tensor.device() == param.device() && tensor.layout() == at::kStrided;
 }
 
@@ -31,7 +31,7 @@ void check_grad(const char* optimizer, const Update& update) {
       " has a gradient of layout ", update.grad.layout(),
       "; only dense ones can be used. Make an embedding without the option `sparse`.");
   TORCH_CHECK_VALUE(
-      fits(update.grad, update.param), text_of(optimizer, update),
+      fits(update.grad, update.param, update.param.scalar_type()), text_of(optimizer, update),
       " has a gradient of another kind, ", text_of(update.grad),
       ". Call zero_grad() after sharding, moving or casting a module, and reshard() one that is "
       "still unsharded before the step.");
@@ -69,11 +69,26 @@ std::vector<Update> find_updates(
   return updates;
 }
 
+void check_option(
+    const char* optimizer, const char* name, double value, bool is_good, const char* wanted) {
+  TORCH_CHECK_VALUE(is_good, "[", optimizer, "] ", name, " is ", value, ", not ", wanted);
+}
+
+void check_betas(const char* optimizer, const std::tuple<double, double>& betas) {
+  for (const auto beta : {std::get<0>(betas), std::get<1>(betas)}) {
+    check_option(optimizer, "a beta", beta, beta >= 0 && beta < 1, "from 0 to below 1");
+  }
+}
+
 void check_state(
-    const char* optimizer, const Update& update, const char* name, const at::Tensor& state) {
+    const char* optimizer,
+    const Update& update,
+    const char* name,
+    const at::Tensor& state,
+    std::optional<at::ScalarType> dtype) {
   TORCH_CHECK_VALUE(
-      fits(state, update.param), text_of(optimizer, update), " has a state of another kind: ", name,
-      " is ", text_of(state),
+      fits(state, update.param, dtype.value_or(update.param.scalar_type())),
+      text_of(optimizer, update), " has a state of another kind: ", name, " is ", text_of(state),
       ". The parameter was sharded, moved or cast after the state was made or loaded. Do that "
       "first, or drop the old state with state().clear().");
 }

@@ -7,6 +7,7 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <fsdp/low_precision_adamw.h>
 #include <fsdp/muon.h>
 
 #include <deque>
@@ -16,6 +17,7 @@
 #include <unordered_map>
 
 #include "module/module_tree.h"
+#include "optim/moment.h"
 #include "state_dict/entries.h"
 
 namespace fsdp {
@@ -31,7 +33,9 @@ namespace optim = torch::optim;
 // `hyper(name, value)` is called for each option, `number(name, value, used)` for each number of
 // the state, and `tensor(name, tensor, used, start)` for each tensor of the state, which has the
 // sizes of the parameter. `used` says whether these options need it. A new tensor is filled with
-// `start`.
+// `start`; its dtype is that of the parameter, unless a last argument gives another one. If what is
+// stored does not have the sizes of the parameter and a common dtype, `unpack` makes it so, and
+// `pack` stores it again.
 
 template <class Optimizer, class OptionsType, class StateType>
 struct AdamKind {
@@ -138,6 +142,43 @@ struct MuonKind {
   }
 };
 
+struct LowPrecisionAdamWKind {
+  using Type = fsdp::optim::LowPrecisionAdamW;
+  using Options = fsdp::optim::LowPrecisionAdamWOptions;
+  using State = fsdp::optim::LowPrecisionAdamWParamState;
+  static void options(Options& options, auto hyper) {
+    hyper("lr", options.lr());
+    hyper("betas.0", std::get<0>(options.betas()));
+    hyper("betas.1", std::get<1>(options.betas()));
+    hyper("eps", options.eps());
+    hyper("weight_decay", options.weight_decay());
+    hyper("stochastic_rounding", options.stochastic_rounding());
+    hyper("seed", options.seed());
+  }
+  static void state(State& state, const Options&, int64_t, auto number, auto tensor) {
+    number("step", state.step(), true);
+    tensor("exp_avg", state.exp_avg(), true, 0.0, at::kFloat);
+    tensor("exp_avg_sq", state.exp_avg_sq(), true, 0.0, at::kFloat);
+  }
+  static void unpack(State& state) {
+    for (const auto& moment : detail::moments_of(state)) {
+      if (moment.values.defined() && moment.has_scales()) {
+        moment.values = moment.read(0, moment.values.numel()).view(moment.values.sizes());
+        moment.scale.reset();
+      }
+    }
+  }
+  static void pack(State& state, const Options& options) {
+    for (const auto& moment : detail::moments_of(state)) {
+      if (moment.values.scalar_type() != options.moments()) {
+        const auto floats = moment.values.to(at::kFloat, false, /*copy=*/true).view(-1);
+        moment.make(moment.values, options.moments());
+        moment.write(0, floats, /*random_bits=*/{});
+      }
+    }
+  }
+};
+
 /// Calls `use` with the kind of the optimizer. The optimizers of fsdp::optim derive from torch's,
 /// so they have the same kinds.
 template <class Use>
@@ -152,12 +193,12 @@ void with_kind_of(const char* function, optim::Optimizer& optimizer, Use use) {
   const bool known =
       try_one(AdamKind<optim::AdamW, optim::AdamWOptions, optim::AdamWParamState>{}) ||
       try_one(AdamKind<optim::Adam, optim::AdamOptions, optim::AdamParamState>{}) ||
-      try_one(SGDKind{}) || try_one(RMSpropKind{}) || try_one(AdagradKind{}) || try_one(MuonKind{});
+      try_one(SGDKind{}) || try_one(RMSpropKind{}) || try_one(AdagradKind{}) ||
+      try_one(MuonKind{}) || try_one(LowPrecisionAdamWKind{});
   TORCH_CHECK_VALUE(
       known, "[", function, "] what a ", detail::type_name(typeid(optimizer)),
-      " keeps is not known here: Adam, AdamW, SGD, RMSprop, Adagrad and Muon are, and what derives "
-      "from "
-      "them. Put its state into a StateDict by hand");
+      " keeps is not known here: Adam, AdamW, SGD, RMSprop, Adagrad, Muon and LowPrecisionAdamW "
+      "are, and what derives from them. Put its state into a StateDict by hand");
 }
 
 // ------------------------------------------------------------ Names
@@ -230,7 +271,10 @@ class Copies {
       dynamic_cast<typename Kind::Options&>(optimizer_.param_groups()[group].options()) =
           options_[group];
     }
-    for (auto& [param, state] : states_) {
+    for (auto& [param, state, group] : states_) {
+      if constexpr (requires { Kind::pack(state, options_[group]); }) {
+        Kind::pack(state, options_[group]);
+      }
       optimizer_.state()[param] = std::make_unique<typename Kind::State>(state);
     }
   }
@@ -266,6 +310,9 @@ class Copies {
     auto& state = kept_.emplace_back();
     if (exists) {
       state = dynamic_cast<const typename Kind::State&>(*found->second);
+      if constexpr (requires { Kind::unpack(state); }) {
+        Kind::unpack(state);
+      }
     }
     const auto live = detail::entry_of(param.name, param.param);
     const bool expected = exists || param.param.requires_grad();
@@ -281,14 +328,15 @@ class Copies {
         entries.push_back({.key = key, .value = value, .set = set, .required = is_required(param)});
       }
     };
-    const auto tensor = [&](const char* name, at::Tensor& value, bool used, double start) {
+    const auto tensor = [&](const char* name, at::Tensor& value, bool used, double start,
+                            std::optional<at::ScalarType> dtype = {}) {
       const auto key = prefix + name;
       if (!value.defined() && !(expected && used) && !is_given(key)) {
         return;
       }
       any_given |= is_given(key);
       if (!value.defined()) {
-        value = at::full_like(live.local, start);
+        value = at::full_like(live.local, start, at::TensorOptions().dtype(dtype));
       }
       TORCH_CHECK_VALUE(
           value.sizes() == live.local.sizes(), "[", function_, "] '", key, "' has sizes ",
@@ -299,7 +347,7 @@ class Copies {
     };
     Kind::state(state, options_[param.group], param.param.dim(), number, tensor);
     if (any_given) {
-      states_.emplace_back(param.param.unsafeGetTensorImpl(), state);
+      states_.emplace_back(param.param.unsafeGetTensorImpl(), state, param.group);
     }
   }
 
@@ -310,7 +358,7 @@ class Copies {
   std::vector<typename Kind::Options> options_;
   std::map<std::pair<size_t, std::string>, std::string> set_by_;
   std::deque<typename Kind::State> kept_;
-  std::vector<std::pair<void*, typename Kind::State&>> states_; // for `commit`
+  std::vector<std::tuple<void*, typename Kind::State&, size_t>> states_; // with the group
 };
 
 } // namespace

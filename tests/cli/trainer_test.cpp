@@ -332,6 +332,33 @@ TEST(Trainer, LearnsInLowPrecision) {
   }
 }
 
+TEST(Trainer, LowPrecisionGivesNearlyTheSameLosses) {
+  const auto config = tiny_config();
+  const auto plain = losses(config, 2);
+  const auto expect_near = [&](const char* what, int ranks, auto change) {
+    auto other = config;
+    change(other);
+    const auto all = losses(other, ranks);
+    ASSERT_EQ(all.size(), plain.size());
+    for (size_t i = 0; i < all.size(); ++i) {
+      EXPECT_NEAR(all[i], plain[i], 0.02 * plain[i]) << what << ", step " << i;
+    }
+  };
+  expect_near("bf16 shards", 2, [](auto& c) { c.shard_dtype = "bf16"; });
+  expect_near("8-bit moments", 2, [](auto& c) { c.moments = "8bit"; });
+  expect_near("sent in bf16", 4, [](auto& c) { c.send_dtype = "bf16"; });
+  expect_near("all of it, with replicas and tensor parallelism", 8, [](auto& c) {
+    c.shard_dtype = "bf16";
+    c.moments = "8bit";
+    c.send_dtype = "bf16";
+    c.mesh = MeshShape{.replicate = 2, .shard = 2, .tensor = 2};
+  });
+  expect_near("offloaded", 2, [](auto& c) {
+    c.shard_dtype = "bf16";
+    c.offload = true;
+  });
+}
+
 TEST(Trainer, NamesTheFirstParameterThatIsNotFinite) {
   const auto config = tiny_config();
   const Corpus corpus(sample_text());

@@ -59,6 +59,7 @@ PUBLIC = {
     "sharding_plan.h": "observe",
     "meta_init.h": "module",
     "module_ref.h": "module",
+    "low_precision_adamw.h": "optim",
     "muon.h": "optim",
     "nn.h": "module",
     "optim.h": "optim",
@@ -112,6 +113,7 @@ INTERNAL = {
     },
     "state_dict": {
         "module/module_tree.h",
+        "optim/moment.h",
         "param/param_placement.h",
         "process_group/exchange.h",
         "runtime/stream.h",

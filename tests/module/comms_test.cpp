@@ -43,6 +43,71 @@ TEST(Training, DivideFactorsAreOfOneModuleAlone) {
   });
 }
 
+// 257 is not a number of bf16. The sum of 256 ones and zeros in bf16 would end at 256.
+TEST(WideSum, IsExactWhereBf16IsNot) {
+  for (const int n : {1, 2, 3, 4}) {
+    run_ranks(n, [n](int rank) {
+      auto group = default_group();
+      for (const bool async_op : {false, true}) {
+        for (const auto op :
+             {ReduceOp(ReduceOp::Sum), ReduceOp(ReduceOp::Avg), ReduceOp::premul_sum(0.5)}) {
+          SCOPED_TRACE_OF(n, async_op, op.str());
+          const auto in = torch::full({5 * n}, rank == 0 ? 256.0 : 1.0, test_device());
+          auto out = torch::empty({5}, in.options());
+          WideSumReduceScatter()(out, in, group, op, async_op).wait();
+          const auto sum = 255.0 + n;
+          const auto expected = op.kind() == ReduceOp::Avg         ? sum / n
+                                : op.kind() == ReduceOp::PremulSum ? sum / 2
+                                                                   : sum;
+          EXPECT_SAME(out, torch::full_like(out, expected));
+        }
+      }
+      auto out = torch::empty({1}, test_device());
+      const auto message = message_of<c10::ValueError>([&] {
+        WideSumReduceScatter()(out, torch::ones({n}, test_device()), group, ReduceOp::Max, false);
+      });
+      EXPECT_TRUE(contains(message, "it can only add and average, not reduce by max"));
+    });
+  }
+}
+
+// A model that computes in bf16 has gradients in bf16, so nothing is lost on the way.
+TEST(WideSum, GradientsAreThoseOfTheUsualReduction) {
+  for (const auto& shape : std::vector<std::vector<int64_t>>{{3}, {2, 2}}) {
+    for (const bool in_bf16 : {false, true}) {
+      const int n = shape.size() == 2 ? 4 : 3;
+      run_ranks(n, [&](int) {
+        SCOPED_TRACE_OF(n, in_bf16);
+        auto [net, usual] = twins<Stack>(6);
+        const auto names = shape.size() == 2 ? std::vector<std::string>{"replicate", "shard"}
+                                             : std::vector<std::string>{"shard"};
+        FullyShardOptions options{.mesh = init_device_mesh(test_device(), shape, names)};
+        if (in_bf16) {
+          options.mp_policy = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
+        }
+        for (size_t i = 0; i < net->mlps.size(); ++i) {
+          fully_shard(net->mlps[i], options)
+              .set_custom_reduce_scatter(std::make_shared<WideSumReduceScatter>());
+          fully_shard(usual->mlps[i], options);
+        }
+        fully_shard(net, options);
+        fully_shard(usual, options);
+        for (int step = 0; step < 2; ++step) {
+          usual(random_batch(step, {4, 6})).sum().backward();
+          const CommDebugMode comm;
+          net(random_batch(step, {4, 6})).sum().backward();
+          EXPECT_EQ(comm.count("all_to_all"), 3);
+          EXPECT_EQ(comm.count("reduce_scatter"), 0);
+        }
+        for (const auto& item : usual->named_parameters()) {
+          const auto mine = net->named_parameters()[item.key()].grad();
+          EXPECT_TRUE(near(mine, item.value().grad(), in_bf16 ? 1e-5 : 0.02)) << item.key();
+        }
+      });
+    }
+  }
+}
+
 struct RecordingReduceScatter : ReduceScatter {
   Work operator()(
       torch::Tensor& out,
