@@ -106,8 +106,26 @@ struct Reduction {
   int sent_bytes;     // of an element
   std::shared_ptr<fsdp::ReduceScatter> reduce = {};
   std::vector<double> seconds = {};
-  double error = 0; // root of the mean square, relative to that of the sums
+  // Roots of the mean squares, relative to those of the sums.
+  double bf16_error = 0; // for gradients as a model in bf16 has them
+  double fp32_error = 0;
 };
+
+torch::Tensor reduced(const Reduction& way, const torch::Tensor& in, fsdp::ProcessGroup& group) {
+  auto out = torch::empty({in.numel() / group.size()}, in.options());
+  if (way.reduce) {
+    (*way.reduce)(out, in, group, fsdp::ReduceOp::Sum, /*async_op=*/true).wait();
+  } else {
+    group.reduce_scatter(out, in);
+  }
+  return out;
+}
+
+double error_of(const Reduction& way, const torch::Tensor& grads, fsdp::ProcessGroup& group) {
+  const auto exact = reduced({"", torch::kDouble, 8}, grads.to(torch::kDouble), group);
+  const auto error = reduced(way, grads.to(way.dtype), group) - exact;
+  return (error.square().mean() / exact.square().mean()).sqrt().item<double>();
+}
 
 void compare_reductions(const Settings& settings) {
   std::vector<Reduction> ways{
@@ -118,30 +136,27 @@ void compare_reductions(const Settings& settings) {
   fsdp::run_ranks(settings.ranks, [&](int rank) {
     auto group = fsdp::default_group();
     auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(rank));
-    // Gradients as a model in bf16 has them.
     const auto grads = torch::randn({settings.numel * settings.ranks}, generator)
-                           .to(torch::kBFloat16)
                            .to(torch::Device(settings.device));
-    auto exact = torch::empty({settings.numel}, settings.options(torch::kDouble));
-    group.reduce_scatter(exact, grads.to(torch::kDouble));
+    for (auto& way : ways) {
+      const auto bf16_error = error_of(way, grads.to(torch::kBFloat16).to(torch::kFloat), group);
+      const auto fp32_error = error_of(way, grads, group);
+      if (rank == 0) {
+        way.bf16_error = bf16_error;
+        way.fp32_error = fp32_error;
+      }
+    }
     for (int round = -1; round < settings.rounds; ++round) {
       for (auto& way : ways) {
         const auto in = grads.to(way.dtype);
-        auto out = torch::empty({settings.numel}, in.options());
         settings.synchronize();
         group.barrier();
         const auto start = bench::now();
-        if (way.reduce) {
-          (*way.reduce)(out, in, group, fsdp::ReduceOp::Sum, /*async_op=*/true).wait();
-        } else {
-          group.reduce_scatter(out, in);
-        }
+        reduced(way, in, group);
         settings.synchronize();
         group.barrier();
         if (rank == 0 && round >= 0) {
           way.seconds.push_back(bench::now() - start);
-          way.error =
-              (((out - exact).square().mean() / exact.square().mean()).sqrt()).item<double>();
         }
       }
     }
@@ -149,12 +164,13 @@ void compare_reductions(const Settings& settings) {
   std::printf(
       "\n%d ranks, %ld elements for each\n", settings.ranks, static_cast<long>(settings.numel));
   std::printf(
-      "%-30s %10s %16s %16s %14s\n", "", "ms", "[quartiles]", "relative error", "bytes sent");
+      "%-30s %10s %16s %14s %14s %12s\n", "", "ms", "[quartiles]", "error in bf16", "in fp32",
+      "bytes sent");
   for (const auto& way : ways) {
     const bench::Figure figure(way.seconds);
     std::printf(
-        "%-30s %10.2f   [%5.1f, %5.1f] %16.1e %14d\n", way.name.c_str(), figure.median * 1e3,
-        figure.low * 1e3, figure.high * 1e3, way.error, way.sent_bytes);
+        "%-30s %10.2f   [%5.1f, %5.1f] %14.1e %14.1e %12d\n", way.name.c_str(), figure.median * 1e3,
+        figure.low * 1e3, figure.high * 1e3, way.bf16_error, way.fp32_error, way.sent_bytes);
   }
 }
 

@@ -72,8 +72,12 @@ void check_optimizer(const TrainConfig& config) {
       config.optimizer, " needs fp32");
   const auto& added_in = config.reduce_dtype.empty() ? config.param_dtype : config.reduce_dtype;
   check_config(
-      config.send_dtype.empty() || added_in == "fp32", "--send-dtype ", config.send_dtype,
-      " is for gradients that are added in fp32; use --reduce-dtype fp32, or leave it out");
+      !config.sends_bf16() || added_in == "fp32",
+      "--send-dtype bf16 is for gradients that are added in fp32; use --reduce-dtype fp32, or "
+      "--send-dtype fp32");
+  check_config(
+      config.rounding == "stochastic" || config.is_low_precision(), "--rounding ", config.rounding,
+      ": nothing is rounded in fp32; use it with --shard-dtype bf16 or --moments");
   check_config(
       config.shard_dtype == "fp32" || config.param_dtype != "fp16",
       "--param-dtype fp16 needs --shard-dtype fp32: bf16 has numbers that fp16 does not have");
@@ -139,6 +143,11 @@ void check(const TrainConfig& config, const MeshShape& mesh, bool allow_uneven) 
   check_model(config.model);
   check_tensor_axis(config.model, mesh.tensor);
   check_optimizer(config);
+  check_config(
+      !config.sends_bf16() || mesh.shard > 1,
+      "--send-dtype bf16 is for gradients of shards, and parameters are not sharded; use more "
+      "ranks, "
+      "or leave it out");
   check(config.schedule, config.steps);
   const auto shares = mesh.data_ranks() * config.accumulate;
   const bool fits = allow_uneven ? config.batch >= shares : config.batch % shares == 0;

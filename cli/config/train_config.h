@@ -31,8 +31,8 @@ struct TrainConfig {
   std::optional<MeshShape> mesh; // empty: all ranks shard
   ReshardAfterForward reshard_after_forward;
   std::string param_dtype = "fp32";
-  std::string reduce_dtype; // empty: as `param_dtype`
-  std::string send_dtype;   // of gradients; empty: as `reduce_dtype`
+  std::string reduce_dtype;        // empty: as `param_dtype`
+  std::string send_dtype = "fp32"; // "bf16" sends gradients in bf16 and adds them in fp32
   std::string shard_dtype = "fp32";
   std::string moments; // of AdamW: "fp32", "bf16" or "8bit"; empty: as `shard_dtype`
   std::string rounding = "stochastic"; // of both, if they are not in fp32; or "nearest"
@@ -43,6 +43,9 @@ struct TrainConfig {
   MixedPrecisionPolicy precision() const;
   /// How the optimizer stores its moments.
   c10::ScalarType moments_dtype() const;
+  bool sends_bf16() const {
+    return send_dtype == "bf16";
+  }
   /// Whether parameters or moments are not in fp32.
   bool is_low_precision() const {
     return shard_dtype != "fp32" || moments_dtype() != c10::kFloat;

@@ -126,7 +126,8 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
       ->check(dtypes);
   add("--send-dtype", config.send_dtype,
       "bf16 sends gradients in bf16 and adds them in fp32, which --reduce-dtype must be")
-      ->check(CLI::IsMember({"bf16"}));
+      ->capture_default_str()
+      ->check(CLI::IsMember({"bf16", "fp32"}));
   add("--shard-dtype", config.shard_dtype,
       "Dtype to keep parameters in: bf16 takes half the memory of fp32, and AdamW rounds its "
       "results")
@@ -220,7 +221,8 @@ void resolve_defaults(TrainOptions& options) {
   if (config.optimizer == "muon") {
     config.schedule.lr = kMuonLr;
   }
-  take_given(); // again: kv_heads, hidden and lr may have been given, too
+  config.moments = config.shard_dtype;
+  take_given(); // again: kv_heads, hidden, lr and moments may have been given, too
 }
 
 void resolve_folder_options(TrainOptions& options, const std::optional<TrainOptions>& before) {

@@ -52,7 +52,8 @@ struct TrainOptions {
 void add_options(CLI::App& command, TrainOptions& options);
 
 /// Sets what was not given and follows from other options: the sizes of the model from --model or
-/// from other sizes, the learning rate from --optimizer. Throws ConfigError if there is no such
+/// from other sizes, the learning rate from --optimizer, --moments from --shard-dtype. Throws
+/// ConfigError if there is no such
 /// --model.
 void resolve_defaults(TrainOptions& options);
 /// Sets options that checkpoints do not hold. Those that were not given become the ones in the

@@ -200,10 +200,9 @@ std::vector<TrafficPlan> plan_traffic(
       gathers.count += passes;
       gathers.bytes += passes * group.gathered_bytes;
       const auto numel = group.gathered_bytes / param_bytes;
-      auto& reductions = config.send_dtype.empty() ? scatters : exchanges;
+      auto& reductions = config.sends_bf16() ? exchanges : scatters;
       reductions.count += 1;
-      reductions.bytes +=
-          numel * (config.send_dtype.empty() ? reduce_bytes : bytes_of(config.send_dtype));
+      reductions.bytes += numel * (config.sends_bf16() ? 2 : reduce_bytes);
     }
     if (mesh.replicate > 1) {
       reduces.count += 1;
@@ -230,7 +229,9 @@ std::vector<TrafficPlan> plan_traffic(
 /// The bytes of AdamW's two moments on one rank.
 struct MomentsPlan {
   int64_t bytes = 0;
-  int64_t saved_bytes = 0; // 8-bit ones are saved in fp32
+  int64_t saved_bytes = 0;    // 8-bit ones are saved in bf16
+  int64_t unpacked_bytes = 0; // beside them, while a save begins
+  int64_t in_step = 0;        // that are needed for a moment
 };
 
 MomentsPlan plan_moments(const Plan& plan, const TrainConfig& config) {
@@ -239,7 +240,15 @@ MomentsPlan plan_moments(const Plan& plan, const TrainConfig& config) {
   const auto dtype = config.moments_dtype();
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   const bool has_scales = dtype == c10::kFloat8_e4m3fn;
-  return {bytes + (has_scales ? numel / kBlock * 4 : 0), has_scales ? numel * 4 : bytes};
+  const auto unpacked = has_scales ? 2 * numel : 0;
+  // On a GPU the optimizer works on so many elements of a parameter at once, with ten floats each.
+  constexpr int64_t kPart = 1 << 22;
+  const bool has_parts = config.is_low_precision() && config.device != "cpu" && !config.offload;
+  return {
+      .bytes = bytes + (has_scales ? numel / kBlock * 4 : 0),
+      .saved_bytes = has_scales ? unpacked : bytes,
+      .unpacked_bytes = unpacked,
+      .in_step = has_parts ? 40 * std::min(kPart, numel / 2) : 0};
 }
 
 /// Bytes of activations on one rank, of the rows that it computes at once.
@@ -295,8 +304,8 @@ struct GroupBytes {
     const auto to_reduce = group.gathered_bytes / param_bytes * reduce_bytes_of(config);
     const bool reduces = !alone || mesh.replicate > 1;
     reduced = reduces ? to_reduce + (alone ? 0 : to_reduce / mesh.shard) : 0;
-    if (!alone && !config.send_dtype.empty()) { // what is sent, and what is received
-      reduced += 2 * group.gathered_bytes / param_bytes * bytes_of(config.send_dtype);
+    if (!alone && config.sends_bf16()) { // what is sent, and what is received
+      reduced += 2 * group.gathered_bytes / param_bytes * 2;
     }
     // Gradients are laid out in their own dtype first if the other one is reduced.
     laid_out = reduces && reduce_bytes_of(config) != param_bytes ? group.gathered_bytes : 0;
@@ -389,8 +398,10 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh, const PlanFor& 
   plan.state_bytes = state_on_host ? 0 : state + grads;
   const auto backward = plan_backward(plan, config, mesh);
   // The optimizer's step has all gradients and nothing of backward.
-  const auto step = (state_on_host ? 0 : grads) + muon.in_step;
-  plan.peak_bytes = (state_on_host ? 0 : state) + std::max(backward, step) + (on_cpu ? staged : 0);
+  const auto step = (state_on_host ? 0 : grads) + muon.in_step + moments.in_step;
+  const auto save = what.saves && !state_on_host ? moments.unpacked_bytes : 0;
+  plan.peak_bytes =
+      (state_on_host ? 0 : state) + std::max({backward, step, save}) + (on_cpu ? staged : 0);
   plan.host_bytes = on_cpu ? 0 : staged + (state_on_host ? state + grads : 0);
   return plan;
 }

@@ -42,7 +42,7 @@ struct PlanFor {
 /// `memory_stats` counts: the tensors of one rank, on the device where it trains.
 /// - Shards and the optimizer's averages are always there: two of each parameter, or one if Muon
 ///   updates it. A save that is under way has a copy of them in host memory, with 8-bit averages in
-///   fp32.
+///   bf16.
 /// - Activations are what autograd keeps of the operators of each block, counted by hand. With
 ///   activation checkpointing it keeps the input of each block, and all of the block that backward
 ///   is at.

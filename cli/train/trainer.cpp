@@ -134,9 +134,8 @@ Transformer build_sharded(const TrainConfig& config, const TrainMesh& mesh) {
   }
   const auto shard = [&](auto& module) {
     auto sharded = fully_shard(module, options);
-    if (!config.send_dtype.empty()) {
-      sharded.set_custom_reduce_scatter(
-          std::make_shared<WideSumReduceScatter>(dtype_of(config.send_dtype)));
+    if (config.sends_bf16()) {
+      sharded.set_custom_reduce_scatter(std::make_shared<WideSumReduceScatter>());
     }
   };
   for (auto& layer : model->layers) {

@@ -22,7 +22,8 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
     torch.float32, or torch.float8_e4m3fn, which takes a byte for each element and a scale for each 256 of them.
 
     The rounding depends on `seed`, the step and the place of the element in the whole parameter: replicas stay equal,
-    and any number of ranks rounds alike. `state_dict()` holds 8-bit moments in fp32, for any number of ranks.
+    and any number of ranks rounds alike, but for 8-bit moments. `state_dict()` holds 8-bit moments in bf16, which
+    loses nothing, for any number of ranks.
     """
 
     def __init__(
@@ -47,9 +48,6 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         # A name, so that every kind of checkpoint can hold it.
         super().add_param_group({**param_group, "moments": str(group["moments"]).removeprefix("torch.")})
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_meshes"}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if not hasattr(self, "_meshes"):  # it was unpickled
@@ -60,18 +58,14 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         loss = loss_of(closure)
         options = [_options(group) for group in self.param_groups]
         updates = [(number, param, local_grad_of(param, *number)) for number, param in self._updates()]
-        for (group, index), param, grad in updates:  # before anything changes
-            if param.dtype not in (torch.bfloat16, torch.float32) or grad.dtype != param.dtype:
-                raise ValueError(
-                    f"parameter {index} of group {group} is in {param.dtype}, and its gradient in {grad.dtype}: both "
-                    "must be in torch.bfloat16, or both in torch.float32"
-                )
+        for number, param, grad in updates:  # before anything changes
+            self._check(number, param, grad)
         for number, param, grad in updates:
             state = self.state[param]
             if "step" not in state:
                 state["step"] = torch.zeros(())
                 for name in _MOMENTS:
-                    self._store(param, name, _moments_dtype(self.param_groups[number[0]]), None)
+                    self._store(number, param, name, None)
             given: Any = local_of(param)
             if isinstance(param, DTensor):
                 given = self._meshes.dtensor(param, param._local_tensor, f"parameter {number[1]} of group {number[0]}")
@@ -81,7 +75,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in a form that does not depend on the number of ranks: 8-bit moments are in fp32."""
+        """The state in a form that does not depend on the number of ranks: 8-bit moments are in bf16."""
         result = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         ids = [each for group in result["param_groups"] for each in group["params"]]
@@ -91,25 +85,28 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
                 whole = {"step": state["step"]}
                 for name in _MOMENTS:
                     floats = _C.unpack_moment(self._stored(param, name), name == "exp_avg_sq")
-                    whole[name] = _like(param, floats)
+                    whole[name] = _like(param, floats.to(torch.bfloat16))
                 result["state"][key] = whole
         return result
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Options that the state dict does not have, for example one of torch.optim.AdamW, stay as they are."""
-        own = self.param_groups
+        for given in state_dict["param_groups"]:
+            for name in ("amsgrad", "maximize"):
+                if given.get(name):
+                    raise ValueError(f"the state is of an optimizer with {name}=True, which LowPrecisionAdamW cannot do")
         groups = [
-            {**mine, **given, "moments": mine["moments"]} for mine, given in zip(own, state_dict["param_groups"])
+            {**mine, **given, "moments": mine["moments"]}
+            for mine, given in zip(self.param_groups, state_dict["param_groups"])
         ]
         super().load_state_dict({**state_dict, "param_groups": groups + state_dict["param_groups"][len(groups) :]})
         # torch casts a state to the dtype of the parameter, so the moments are taken from the state dict again.
-        for group, given in zip(self.param_groups, state_dict["param_groups"]):
-            for param, key in zip(group["params"], given["params"]):
+        for number, (group, given) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
+            for index, (param, key) in enumerate(zip(group["params"], given["params"])):
                 for name in _MOMENTS:
                     if name in state_dict["state"].get(key, {}):
-                        moment = state_dict["state"][key][name]
-                        self._store(param, name, _moments_dtype(group), local_of(moment))
+                        self._store((number, index), param, name, local_of(state_dict["state"][key][name]))
 
     def _updates(self) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
         """The parameters that have a gradient, each once, with the numbers of their groups and their own."""
@@ -120,18 +117,39 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
                     seen.add(param)
                     yield (number, index), param
 
+    def _check(self, number: tuple[int, int], param: torch.Tensor, grad: torch.Tensor) -> None:
+        """Throws ValueError if the parameter cannot be updated."""
+        name = f"parameter {number[1]} of group {number[0]}"
+        if param.dtype not in (torch.bfloat16, torch.float32) or grad.dtype != param.dtype:
+            raise ValueError(
+                f"{name} is in {param.dtype}, and its gradient in {grad.dtype}: both must be in torch.bfloat16, or "
+                "both in torch.float32"
+            )
+        if grad.layout is not torch.strided:
+            raise ValueError(f"{name} has a sparse gradient: make an embedding without the option `sparse`")
+        stored, wanted = self.state.get(param, {}).get("exp_avg"), _moments_dtype(self.param_groups[number[0]])
+        if stored is not None and stored.dtype != wanted:
+            raise ValueError(
+                f"the moments of {name} are in {stored.dtype}, but the option `moments` is {wanted}: set it back, or "
+                "drop the state with state.clear()"
+            )
+
     def _stored(self, param: torch.Tensor, name: str) -> _C.StoredMoment:
         state = self.state[param]
         return local_of(state[name]), state.get(f"{name}_scale")
 
-    def _store(self, param: torch.Tensor, name: str, dtype: torch.dtype, floats: torch.Tensor | None) -> None:
+    def _store(
+        self, number: tuple[int, int], param: torch.Tensor, name: str, floats: torch.Tensor | None
+    ) -> None:
         """Puts a moment into the state, with zeros if there are no floats."""
         local = local_of(param)
         if floats is not None and floats.shape != local.shape:
             raise ValueError(
-                f"a moment has other sizes on this rank, {list(floats.shape)} instead of {list(local.shape)}: load the "
-                "state with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which divides it"
+                f"{name} of parameter {number[1]} of group {number[0]} has other sizes on this rank, "
+                f"{list(floats.shape)} instead of {list(local.shape)}: load the state with "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which divides it"
             )
+        dtype = _moments_dtype(self.param_groups[number[0]])
         values, scale = _C.pack_moment(local, dtype, name == "exp_avg_sq", floats)
         self.state[param][name] = _like(param, values)
         self.state[param].pop(f"{name}_scale", None)

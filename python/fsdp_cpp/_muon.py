@@ -56,10 +56,6 @@ class Muon(torch.optim.Optimizer):
         # A name, so that every kind of checkpoint can hold it.
         super().add_param_group({**param_group, "ns_dtype": str(group["ns_dtype"]).removeprefix("torch.")})
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in ("_steps", "_meshes")}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if not hasattr(self, "_steps"):  # it was unpickled

@@ -30,9 +30,13 @@ void prepare(const Update& update, State& state, const Options& options) {
     if (!moment.values.defined()) {
       moment.make(update.param, options.moments());
     }
-    detail::check_state(
-        detail::kLowPrecisionAdamW, update, moment.is_square ? "exp_avg_sq" : "exp_avg",
-        moment.values, options.moments());
+    const auto* name = moment.is_square ? "exp_avg_sq" : "exp_avg";
+    const auto dtype = moment.values.scalar_type();
+    TORCH_CHECK_VALUE(
+        dtype == options.moments(), "[", detail::kLowPrecisionAdamW, "] ", name, " of parameter ",
+        update.index, " of group ", update.group, " is in ", dtype, ", but the option moments is ",
+        options.moments(), ". Set it back, or drop the state with state().clear()");
+    detail::check_state(detail::kLowPrecisionAdamW, update, name, moment.values, dtype);
   }
 }
 

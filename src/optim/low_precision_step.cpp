@@ -116,7 +116,7 @@ void run(const LowPrecisionStep& step, const optim::LowPrecisionAdamWOptions& op
     // On the CPU a part stays in the cache while two dozen operators work on it. An operator on so
     // few elements uses one thread.
     const bool on_cpu = step.param.is_cpu();
-    const int64_t part = on_cpu ? 1 << 15 : 1 << 24;
+    const int64_t part = on_cpu ? 1 << 15 : 1 << 22;
     const auto num_parts = (numel + part - 1) / part;
     const auto run_parts = [&](int64_t first, int64_t last) {
       for (auto i = first; i < last; ++i) {

@@ -9,7 +9,10 @@ namespace fsdp::detail {
 namespace {
 
 constexpr auto kBlock = Moment::kBlock;
-constexpr double kSmallest = 1.0 / 512; // above 0 in float8_e4m3fn
+// Of float8_e4m3fn: the smallest number above 0, and the smallest with three bits of mantissa.
+constexpr double kSmallest = 1.0 / 512;
+constexpr double kSmallestNormal = 1.0 / 64;
+constexpr double kLargest = 240; // that is used
 
 int64_t num_blocks(int64_t numel) {
   return (numel + kBlock - 1) / kBlock;
@@ -22,13 +25,25 @@ at::Tensor in_blocks(const at::Tensor& floats) {
   return (missing == 0 ? floats : at::constant_pad_nd(floats, {0, missing})).view({-1, kBlock});
 }
 
-/// For each block a power of two. Divided by it, the largest number is at least 128 and below 256;
-/// a float8 goes up to 448.
+/// For each block a power of two, by which its numbers are divided. The largest one is below 241
+/// then. It is rounded to 240 at most, from which the same scale would come again, or half of it:
+/// so nothing more is lost if what was read is written again.
 at::Tensor scale_of(const at::Tensor& blocks) {
   constexpr int64_t kExponent = 0x7f800000;
-  const auto largest = blocks.abs().amax(1);
+  const auto largest = blocks.abs().amax(1).mul_(255 / kLargest);
   largest.view(at::kInt).bitwise_and_(kExponent);
   return largest.mul_(1.0 / 128);
+}
+
+/// Rounds floats to numbers of float8_e4m3fn. Those that are too small for three bits of mantissa
+/// are multiples of kSmallest, as those in the first binade above them are: so they are moved there
+/// and back.
+void round_to_8_bits_(const at::Tensor& floats, const at::Tensor& random_bits) {
+  const auto shift = (floats.abs() < kSmallestNormal).to(at::kFloat).mul_(kSmallestNormal);
+  shift.mul_(floats.sign());
+  floats.add_(shift);
+  round_stochastically_(floats, random_bits, /*mantissa_bits=*/3);
+  floats.sub_(shift);
 }
 
 } // namespace
@@ -65,13 +80,13 @@ void Moment::write(int64_t begin, at::Tensor floats, const at::Tensor& random_bi
     const auto scales = scale_of(blocks);
     scale.slice(0, begin / kBlock, begin / kBlock + scales.numel()).copy_(scales);
     blocks.div_(at::where(scales == 0, 1.0, scales).unsqueeze(1));
-    if (is_square) {
-      blocks.clamp_min_(kSmallest);
-    }
+    blocks.clamp_(is_square ? kSmallest : -kLargest, kLargest);
     floats = blocks.view(-1).slice(0, 0, numel);
   }
-  if (random_bits.defined() && values.scalar_type() != at::kFloat) {
-    round_stochastically_(floats, random_bits, has_scales() ? 3 : 7);
+  if (random_bits.defined() && has_scales()) {
+    round_to_8_bits_(floats, random_bits);
+  } else if (random_bits.defined() && values.scalar_type() == at::kBFloat16) {
+    round_stochastically_(floats, random_bits, /*mantissa_bits=*/7);
   }
   stored.copy_(floats);
 }

@@ -10,10 +10,9 @@ namespace fsdp::detail {
 
 /// A moment of AdamW as it is stored: in fp32, in bf16, or in 8 bits (float8_e4m3fn).
 ///
-/// In 8 bits, each 256 elements that follow each other have a scale, a power of two: so only the
-/// rounding to four bits of precision loses something, and what was read can be stored again
-/// without a change. The second moment is stored as its square root, which has half its range, and
-/// never as 0 beside larger ones: AdamW divides by it.
+/// In 8 bits, each 256 elements that follow each other have a scale, a power of two. What was read
+/// can be stored again without a change. The second moment is stored as its square root, which has
+/// half its range, and never as 0 beside larger ones: AdamW divides by it.
 struct Moment {
   static constexpr int64_t kBlock = 256;
 

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
+
 #include "tensor/box.h"
 
 namespace fsdp::detail {
@@ -84,9 +86,11 @@ void round_stochastically_(
   constexpr int kRandomBits = 16;
   constexpr int kMantissaBits = 23; // of a float
   const auto dropped = kMantissaBits - mantissa_bits;
+  const auto is_nan = values.isnan(); // a GPU's NaN has all bits, and would become 0
   values.view(at::kInt)
       .add_(random_bits, int64_t{1} << (dropped - kRandomBits))
       .bitwise_and_(-(int64_t{1} << dropped));
+  values.masked_fill_(is_nan, std::numeric_limits<float>::quiet_NaN());
 }
 
 } // namespace fsdp::detail

@@ -99,12 +99,12 @@ void Work::wait() {
     const detail::CollectiveWait waiting(state.observed);
     detail::with_comm_errors(
         *state.group, state.kind, state.module, /*diagnose=*/true, [&] { state.work->wait(); });
+    if (const auto finish = std::exchange(state.finish, nullptr)) {
+      finish();
+    }
   } catch (...) {
     state.failure = std::current_exception();
     throw;
-  }
-  if (const auto finish = std::exchange(state.finish, nullptr)) {
-    finish();
   }
   if (!state.has_streams) {
     state.work.reset(); // the backend's work may keep the tensors alive
@@ -117,6 +117,10 @@ void Work::then(std::function<void()> finish) {
     return;
   }
   const std::lock_guard lock(state_->mutex);
+  if (!state_->work) { // somebody has waited for it
+    finish();
+    return;
+  }
   state_->finish = [before = std::move(state_->finish), finish = std::move(finish)] {
     if (before) {
       before();

@@ -320,6 +320,13 @@ const std::vector<Case> kCases{
      }},
     {"saving, muon", {.shard = 2}, [](TrainConfig& c) { c.optimizer = "muon"; }, true},
     {"saving", {.shard = 2}, [](TrainConfig&) {}, true},
+    {"saving, 8-bit moments",
+     {.shard = 2},
+     [](TrainConfig& c) {
+       few_tokens(c);
+       c.moments = "8bit";
+     },
+     true},
     {"saving, replicas", {.replicate = 2, .shard = 2}, [](TrainConfig&) {}, true},
 };
 

@@ -279,6 +279,12 @@ TEST(Options, ValuesThatCannotBeAreRefused) {
     refused({option, ""}, std::string(option) + ": it has no value; give one, or leave the option");
     refused({std::string(option) + "="}, std::string(option) + ": it has no value; ");
   }
+  refused({"--shard-dtype", "bf16", "--optimizer", "muon"}, "only --optimizer adamw can round its");
+  refused({"--moments", "8bit", "--optimizer", "muon"}, "--optimizer muon needs fp32");
+  refused({"--shard-dtype", "bf16", "--param-dtype", "fp16"}, "fp16 needs --shard-dtype fp32");
+  refused({"--rounding", "nearest"}, "--rounding nearest: nothing is rounded in fp32");
+  refused({"--send-dtype", "bf16", "--param-dtype", "bf16"}, "use --reduce-dtype fp32, or");
+  refused({"--send-dtype", "bf16", "--ranks", "1"}, "parameters are not sharded; use more ranks");
   refused({"--config", ""}, "--config: it needs the name of a file");
   refused({"--config", "/dev/zero"}, "--config: /dev/zero is a device or a pipe");
   refused({"--data", "/dev/zero"}, "--data: /dev/zero is neither a file nor a folder");

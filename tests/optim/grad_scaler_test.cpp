@@ -176,7 +176,7 @@ TEST(GradScaler, HalfPrecisionTrainsLikeFullPrecision) {
         const auto moved = whole["1.out_proj.bias"] - before["1.out_proj.bias"];
         EXPECT_GT(moved.abs().max().item<double>(), 5e-2);
         // Without scaling the gradients are lost, though maybe not on every rank.
-        auto all_equal = torch::full({1}, equal ? 1 : 0);
+        auto all_equal = torch::full({1}, equal ? 1 : 0, test_device());
         default_group().all_reduce(all_equal, ReduceOp::Min);
         EXPECT_EQ(all_equal.item<int>() == 1, enabled);
       }

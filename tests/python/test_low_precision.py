@@ -96,7 +96,7 @@ def resume(moments):
     stored = io.BytesIO()
     torch.save(optimizer.state_dict(), stored)
     kept = named["state"]["0.weight"]["exp_avg"]
-    assert kept.dtype == (torch.float32 if moments == EIGHT_BITS else moments)
+    assert kept.dtype == (torch.bfloat16 if moments == EIGHT_BITS else moments)
     assert kept.shape == model[0].weight.shape
     train(model, optimizer, range(2, 4))
     for load in (
@@ -126,9 +126,27 @@ def test_takes_over_the_moments_of_adamw():
         assert optimizer.state[param]["exp_avg"].dtype == EIGHT_BITS
     for mine, theirs in zip(optimizer.state_dict()["state"].values(), adamw.state_dict()["state"].values()):
         assert mine["step"] == theirs["step"]
-        torch.testing.assert_close(mine["exp_avg"], theirs["exp_avg"].float(), rtol=0.07, atol=1e-4)
+        torch.testing.assert_close(mine["exp_avg"], theirs["exp_avg"], rtol=0.07, atol=1e-4)
     train(model, optimizer)
     assert all(param.isfinite().all() for param in model.parameters())
+
+
+def test_refusals_before_anything_changes():
+    weight, table = nn.Parameter(torch.ones(3)), nn.Embedding(4, 3, sparse=True)
+    weight.grad = torch.ones(3)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="parameter 1 of group 0 has a sparse gradient"):
+        LowPrecisionAdamW([weight, table.weight]).step()
+    optimizer = LowPrecisionAdamW([weight])
+    optimizer.step()
+    before = weight.detach().clone()
+    optimizer.param_groups[0]["moments"] = "float32"
+    with pytest.raises(ValueError, match="parameter 0 of group 0 are in torch.bfloat16, but the option `moments` is"):
+        optimizer.step()
+    assert torch.equal(weight, before)
+    other = torch.optim.AdamW([weight], maximize=True)
+    with pytest.raises(ValueError, match="with maximize=True"):
+        optimizer.load_state_dict(other.state_dict())
 
 
 def test_refusals():
