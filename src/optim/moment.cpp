@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
+
 #include "optim/rounding.h"
 
 namespace fsdp::detail {
@@ -12,7 +14,6 @@ constexpr auto kBlock = Moment::kBlock;
 // Of float8_e4m3fn: the smallest number above 0, and the smallest with three bits of mantissa.
 constexpr double kSmallest = 1.0 / 512;
 constexpr double kSmallestNormal = 1.0 / 64;
-constexpr double kLargest = 240; // that is used
 
 int64_t num_blocks(int64_t numel) {
   return (numel + kBlock - 1) / kBlock;
@@ -25,13 +26,13 @@ at::Tensor in_blocks(const at::Tensor& floats) {
   return (missing == 0 ? floats : at::constant_pad_nd(floats, {0, missing})).view({-1, kBlock});
 }
 
-/// For each block a power of two, by which its numbers are divided. The largest one is below 241
-/// then. It is rounded to 240 at most, from which the same scale would come again, or half of it:
-/// so nothing more is lost if what was read is written again.
+/// For each block a power of two, by which its numbers are divided: the largest one is above 128 and
+/// at most 256 then. It is rounded to a number from 128 to 256. That gives the same scale again, or
+/// half of it, so nothing more is lost if what was read is written again.
 at::Tensor scale_of(const at::Tensor& blocks) {
   constexpr int64_t kExponent = 0x7f800000;
-  const auto largest = blocks.abs().amax(1).mul_(255 / kLargest);
-  largest.view(at::kInt).bitwise_and_(kExponent);
+  const auto largest = blocks.abs().amax(1).clamp_min_(std::numeric_limits<float>::min());
+  largest.view(at::kInt).sub_(1).bitwise_and_(kExponent); // a power of two counts as one below it
   return largest.mul_(1.0 / 128);
 }
 
@@ -80,7 +81,9 @@ void Moment::write(int64_t begin, at::Tensor floats, const at::Tensor& random_bi
     const auto scales = scale_of(blocks);
     scale.slice(0, begin / kBlock, begin / kBlock + scales.numel()).copy_(scales);
     blocks.div_(at::where(scales == 0, 1.0, scales).unsqueeze(1));
-    blocks.clamp_(is_square ? kSmallest : -kLargest, kLargest);
+    if (is_square) {
+      blocks.clamp_min_(kSmallest);
+    }
     floats = blocks.view(-1).slice(0, 0, numel);
   }
   if (random_bits.defined() && has_scales()) {
