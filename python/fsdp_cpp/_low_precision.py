@@ -69,8 +69,8 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
             given: Any = local_of(param)
             if isinstance(param, DTensor):
                 given = self._meshes.dtensor(param, param._local_tensor, f"parameter {number[1]} of group {number[0]}")
-            moments = [self._stored(param, name) for name in _MOMENTS]
-            _C.low_precision_step(number, given, grad, *moments, int(state["step"]), options[number[0]])
+            exp_avg, exp_avg_sq = (self._stored(param, name) for name in _MOMENTS)
+            _C.low_precision_step(number, given, grad, exp_avg, exp_avg_sq, int(state["step"]), options[number[0]])
             state["step"] += 1
         return loss
 

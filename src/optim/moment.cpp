@@ -26,9 +26,9 @@ at::Tensor in_blocks(const at::Tensor& floats) {
   return (missing == 0 ? floats : at::constant_pad_nd(floats, {0, missing})).view({-1, kBlock});
 }
 
-/// For each block a power of two, by which its numbers are divided: the largest one is above 128 and
-/// at most 256 then. It is rounded to a number from 128 to 256. That gives the same scale again, or
-/// half of it, so nothing more is lost if what was read is written again.
+/// For each block a power of two, by which its numbers are divided: the largest one is above 128
+/// and at most 256 then. It is rounded to a number from 128 to 256. That gives the same scale
+/// again, or half of it, so nothing more is lost if what was read is written again.
 at::Tensor scale_of(const at::Tensor& blocks) {
   constexpr int64_t kExponent = 0x7f800000;
   const auto largest = blocks.abs().amax(1).clamp_min_(std::numeric_limits<float>::min());

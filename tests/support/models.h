@@ -3,6 +3,7 @@
 // The models of FSDP2's own tests, hooked throughout. Names and order of the
 // children are Python's, so that checkpoints and event logs can be compared.
 
+#include <ATen/OpMathType.h>
 #include <fsdp/activation_checkpointing.h>
 #include <fsdp/hooked.h>
 #include <fsdp/tie_weights.h>
@@ -183,7 +184,8 @@ struct TransformerImpl : torch::nn::Module {
     for (auto& block : blocks) {
       h = args.checkpoint_activations ? checkpoint(block, h) : block(h);
     }
-    return output(norm(h)).to(torch::kFloat);
+    const auto logits = output(norm(h));
+    return logits.to(at::toOpMathType(logits.scalar_type())); // at least fp32
   }
   ModelArgs args;
   Embedding tok_embeddings, pos_embeddings;
