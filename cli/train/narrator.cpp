@@ -79,9 +79,7 @@ void Narrator::plan(
           dims.dim, ", ", plural(dims.heads, "head"), ", ", dims.kv_heads, " for keys and values, ",
           dims.hidden, " hidden", dims.tied ? ", tied" : "", ", in ", config.param_dtype,
           config.is_low_precision()
-              ? c10::str(
-                    "; kept in ", config.shard_dtype, ", moments in ",
-                    config.moments.empty() ? config.shard_dtype : config.moments)
+              ? c10::str("; kept in ", config.shard_dtype, ", moments in ", config.moments)
               : ""));
   screen_.labelled(
       "ranks",

@@ -6,6 +6,7 @@
 #include <memory>
 #include <utility>
 
+#include "optim/archive.h"
 #include "optim/low_precision_step.h"
 #include "optim/update.h"
 #include "param/param_placement.h"
@@ -56,11 +57,7 @@ void Options::serialize(torch::serialize::OutputArchive& archive) const {
 }
 
 void Options::serialize(torch::serialize::InputArchive& archive) {
-  const auto read = [&](const char* name) {
-    torch::IValue value;
-    archive.read(name, value);
-    return value;
-  };
+  const auto read = [&](const char* name) { return detail::read_value(archive, name); };
   lr(read("lr").toDouble());
   betas(read("betas").to<Betas>());
   eps(read("eps").toDouble());
@@ -80,29 +77,18 @@ void Options::set_lr(double lr) {
 
 void State::serialize(torch::serialize::OutputArchive& archive) const {
   archive.write("step", torch::IValue(step()));
-  const auto write = [&](const char* name, const at::Tensor& tensor) {
-    if (tensor.defined()) {
-      archive.write(name, tensor, /*is_buffer=*/true);
-    }
-  };
-  write("exp_avg", exp_avg());
-  write("exp_avg_sq", exp_avg_sq());
-  write("exp_avg_scale", exp_avg_scale());
-  write("exp_avg_sq_scale", exp_avg_sq_scale());
+  detail::write_tensor(archive, "exp_avg", exp_avg());
+  detail::write_tensor(archive, "exp_avg_sq", exp_avg_sq());
+  detail::write_tensor(archive, "exp_avg_scale", exp_avg_scale());
+  detail::write_tensor(archive, "exp_avg_sq_scale", exp_avg_sq_scale());
 }
 
 void State::serialize(torch::serialize::InputArchive& archive) {
-  torch::IValue count;
-  archive.read("step", count);
-  step(count.toInt());
-  const auto read = [&](const char* name, at::Tensor& tensor) {
-    tensor.reset();
-    archive.try_read(name, tensor, /*is_buffer=*/true);
-  };
-  read("exp_avg", exp_avg());
-  read("exp_avg_sq", exp_avg_sq());
-  read("exp_avg_scale", exp_avg_scale());
-  read("exp_avg_sq_scale", exp_avg_sq_scale());
+  step(detail::read_value(archive, "step").toInt());
+  detail::read_tensor(archive, "exp_avg", exp_avg());
+  detail::read_tensor(archive, "exp_avg_sq", exp_avg_sq());
+  detail::read_tensor(archive, "exp_avg_scale", exp_avg_scale());
+  detail::read_tensor(archive, "exp_avg_sq_scale", exp_avg_sq_scale());
 }
 
 // ------------------------------------------------------------ The optimizer

@@ -56,11 +56,12 @@ class PartUpdater {
         {values}, {grad_.slice(0, begin, end).to(at::kFloat)}, {exp_avg}, {exp_avg_sq}, {},
         {num_steps}, options_.lr(), beta1, beta2, options_.weight_decay(), options_.eps(),
         /*amsgrad=*/false, /*maximize=*/false);
+    const bool is_low = stored.scalar_type() == at::kBFloat16;
     std::array<at::Tensor, 3> random;
-    if (options_.stochastic_rounding()) {
+    if (options_.stochastic_rounding() && (is_low || options_.moments() != at::kFloat)) {
       random = random_bits(numbers_.slice(begin, end), key_);
     }
-    if (stored.scalar_type() == at::kBFloat16) {
+    if (is_low) {
       if (options_.stochastic_rounding()) {
         round_stochastically_(values, random[0], /*mantissa_bits=*/7);
       }

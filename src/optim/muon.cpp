@@ -8,6 +8,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "optim/archive.h"
 #include "optim/fused_adamw.h"
 #include "optim/matrix_steps.h"
 #include "runtime/range.h"
@@ -44,11 +45,7 @@ void MuonOptions::serialize(torch::serialize::OutputArchive& archive) const {
 }
 
 void MuonOptions::serialize(torch::serialize::InputArchive& archive) {
-  const auto read = [&](const char* name) {
-    torch::IValue value;
-    archive.read(name, value);
-    return value;
-  };
+  const auto read = [&](const char* name) { return detail::read_value(archive, name); };
   lr(read("lr").toDouble());
   weight_decay(read("weight_decay").toDouble());
   momentum(read("momentum").toDouble());
@@ -74,27 +71,16 @@ void MuonOptions::set_lr(double lr) {
 
 void MuonParamState::serialize(torch::serialize::OutputArchive& archive) const {
   archive.write("step", torch::IValue(step()));
-  const auto write = [&](const char* name, const at::Tensor& tensor) {
-    if (tensor.defined()) {
-      archive.write(name, tensor, /*is_buffer=*/true);
-    }
-  };
-  write("momentum_buffer", momentum_buffer());
-  write("exp_avg", exp_avg());
-  write("exp_avg_sq", exp_avg_sq());
+  detail::write_tensor(archive, "momentum_buffer", momentum_buffer());
+  detail::write_tensor(archive, "exp_avg", exp_avg());
+  detail::write_tensor(archive, "exp_avg_sq", exp_avg_sq());
 }
 
 void MuonParamState::serialize(torch::serialize::InputArchive& archive) {
-  torch::IValue count;
-  archive.read("step", count);
-  step(count.toInt());
-  const auto read = [&](const char* name, at::Tensor& tensor) {
-    tensor.reset();
-    archive.try_read(name, tensor, /*is_buffer=*/true);
-  };
-  read("momentum_buffer", momentum_buffer());
-  read("exp_avg", exp_avg());
-  read("exp_avg_sq", exp_avg_sq());
+  step(detail::read_value(archive, "step").toInt());
+  detail::read_tensor(archive, "momentum_buffer", momentum_buffer());
+  detail::read_tensor(archive, "exp_avg", exp_avg());
+  detail::read_tensor(archive, "exp_avg_sq", exp_avg_sq());
 }
 
 // ------------------------------------------------------------ The optimizer
