@@ -70,8 +70,8 @@ TEST(Train, UnderALauncherBadOptionsAreRefusedByItsNumberOfRanks) {
     auto words = tiny(data, more);
     words.insert(words.begin(), {"run", "-n", "2", "--", kTool});
     const auto ended = run(words);
-    EXPECT_EQ(ended.exit_code, 2);
-    EXPECT_TRUE(contains(ended.output, part));
+    EXPECT_EQ(ended.exit_code, 2) << ended.output;
+    EXPECT_TRUE(contains(ended.output, part)) << ended.output;
   };
   refused({"--ranks", "4"}, "--ranks 4: the launcher started 2; leave --ranks out");
   refused({"--batch", "7"}, "--batch 7 rows cannot be shared evenly by 2 ranks");

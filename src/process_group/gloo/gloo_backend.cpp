@@ -17,7 +17,11 @@ c10::intrusive_ptr<c10d::Backend> make_gloo(const BackendSpec& spec) {
                 : Gloo::createDeviceForHostname(spec.address));
   options->group_name = spec.name;
   options->global_ranks_in_group.assign(spec.world_ranks.begin(), spec.world_ranks.end());
-  return c10::make_intrusive<Gloo>(spec.store, spec.rank, spec.size, options);
+  auto gloo = c10::make_intrusive<Gloo>(spec.store, spec.rank, spec.size, options);
+  // A rank that is connected may leave at once, for example with an error about its options. A peer
+  // that is still connecting would then report the lost connection instead of that error.
+  gloo->barrier()->wait();
+  return gloo;
 }
 
 } // namespace fsdp::detail
