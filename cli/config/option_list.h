@@ -41,6 +41,7 @@ void for_each_option(Visit visit) {
   visit(
       "activation-checkpointing",
       [](auto& config) -> auto& { return config.activation_checkpointing; }, false);
+  visit("keep-matmuls", [](auto& config) -> auto& { return config.keep_matmuls; }, false);
 }
 
 } // namespace fsdp::cli

@@ -2,6 +2,8 @@
 
 #include <charconv>
 #include <cmath>
+#include <limits>
+#include <map>
 
 #include "cli/check.h"
 
@@ -79,6 +81,9 @@ void check_optimizer(const TrainConfig& config) {
       config.rounding == "stochastic" || config.is_low_precision(), "--rounding ", config.rounding,
       ": nothing is rounded in fp32; use it with --shard-dtype bf16 or --moments");
   check_config(
+      config.kept_matmul_bytes() == 0 || config.activation_checkpointing, "--keep-matmuls ",
+      config.keep_matmuls, ": nothing is recomputed without --activation-checkpointing");
+  check_config(
       config.shard_dtype == "fp32" || config.param_dtype != "fp16",
       "--param-dtype fp16 needs --shard-dtype fp32: bf16 has numbers that fp16 does not have");
 }
@@ -105,6 +110,26 @@ MixedPrecisionPolicy TrainConfig::precision() const {
     policy.reduce_dtype = dtype_of(reduce_dtype);
   }
   return policy;
+}
+
+int64_t TrainConfig::kept_matmul_bytes() const {
+  return keep_matmuls == "none"  ? 0
+         : keep_matmuls == "all" ? std::numeric_limits<int64_t>::max()
+                                 : parse_bytes("--keep-matmuls", keep_matmuls);
+}
+
+int64_t parse_bytes(const std::string& option, const std::string& text) {
+  static const std::map<std::string, double> units{
+      {"", 1}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
+  double number = 0;
+  const auto* const end = text.data() + text.size();
+  const auto [stopped, error] = std::from_chars(text.data(), end, number, std::chars_format::fixed);
+  const auto unit = units.find({stopped, end});
+  constexpr double kMost = 0x1p50;
+  check_config(
+      error == std::errc() && unit != units.end() && number >= 0 && number * unit->second <= kMost,
+      option, " ", text, ": it must be a size like 2GiB, 512MiB or a number of bytes");
+  return static_cast<int64_t>(number * unit->second);
 }
 
 c10::ScalarType TrainConfig::moments_dtype() const {

@@ -38,6 +38,7 @@ struct TrainConfig {
   std::string rounding = "stochastic"; // of both, if they are not in fp32; or "nearest"
   bool offload = false;
   bool activation_checkpointing = false;
+  std::string keep_matmuls = "none"; // what it keeps: "none", "all" or a size like "2GiB"
   std::string device = "cpu";
 
   MixedPrecisionPolicy precision() const;
@@ -46,6 +47,9 @@ struct TrainConfig {
   bool sends_bf16() const {
     return send_dtype == "bf16";
   }
+  /// How many bytes of the results of matrix products and attention a rank keeps for backward, if
+  /// it computes the rest again.
+  int64_t kept_matmul_bytes() const;
   /// Whether parameters or moments are not in fp32.
   bool is_low_precision() const {
     return shard_dtype != "fp32" || moments_dtype() != c10::kFloat;
@@ -54,6 +58,9 @@ struct TrainConfig {
 
 /// The dtype in which Muon computes. In bf16 a CPU takes several times as long as in fp32.
 c10::ScalarType muon_dtype(const TrainConfig& config);
+/// The number of bytes of a text like "2GiB", "512MiB" or "1000". Throws ConfigError if it is
+/// something else; `option` has this value.
+int64_t parse_bytes(const std::string& option, const std::string& text);
 /// The dtype of "bf16", "fp16", "fp32" or "8bit".
 c10::ScalarType dtype_of(const std::string& name);
 /// Parses "true", "false", "auto" or a number of ranks. Throws ConfigError if the text is something

@@ -24,9 +24,10 @@ struct Block {
   bool bias = false;
   bool frozen = false;
   bool checkpointed = false;
-  Skip skip = Skip::Never; // when the block around it does not call it
-  int group = 0;           // in Case::groups; by default that of the block around it
-  int tied = -1;           // the neighbour whose weight it shares; both are Linear
+  bool keeps_matmuls = false; // and so does not recompute them
+  Skip skip = Skip::Never;    // when the block around it does not call it
+  int group = 0;              // in Case::groups; by default that of the block around it
+  int tied = -1;              // the neighbour whose weight it shares; both are Linear
   std::vector<Block> blocks = {};
 
   bool operator==(const Block&) const = default;

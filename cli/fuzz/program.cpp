@@ -24,7 +24,8 @@ class Setup {
  private:
   void checkpoint(const Block& block, const std::string& path) {
     if (block.checkpointed) {
-      out_ << "  fsdp::apply_activation_checkpointing(" << path << ");\n";
+      out_ << "  fsdp::apply_activation_checkpointing(" << path
+           << (block.keeps_matmuls ? ", {.save = fsdp::save_matmuls()}" : "") << ");\n";
     }
     for (size_t i = 0; i < block.blocks.size(); ++i) {
       checkpoint(block.blocks[i], c10::str(path, "->b", i));

@@ -103,7 +103,8 @@ class Sharding {
 std::vector<FSDPModule> shard_model(const Case& c, Node& net) {
   for (auto* node : all_nodes(net)) {
     if (node->block.checkpointed) {
-      apply_activation_checkpointing(*node);
+      apply_activation_checkpointing(
+          *node, {.save = node->block.keeps_matmuls ? save_matmuls() : nullptr});
     }
   }
   return Sharding(c).run(net);

@@ -47,8 +47,11 @@ std::string find_change(
   };
   auto changed = config;
   changed.activation_checkpointing = true;
-  if (fits(changed, mesh)) {
-    return "--activation-checkpointing";
+  for (const std::string keep : {"all", "none"}) {
+    changed.keep_matmuls = keep;
+    if (fits(changed, mesh)) {
+      return "--activation-checkpointing" + (keep == "all" ? " --keep-matmuls all" : std::string());
+    }
   }
   changed = config;
   const auto rows = config.batch / mesh.data_ranks();

@@ -155,6 +155,10 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
   command.add_flag(
       "--activation-checkpointing", config.activation_checkpointing,
       "Recompute each block in backward, to save memory");
+  add("--keep-matmuls", config.keep_matmuls,
+      "With --activation-checkpointing: results of matrix products and attention that are not "
+      "recomputed; none, all, or as many as fit into this much memory of each rank, like 2GiB")
+      ->capture_default_str();
   command.add_flag("--force", options.force, "Begin even if the plan does not fit into memory");
 }
 

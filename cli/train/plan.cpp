@@ -255,6 +255,8 @@ MomentsPlan plan_moments(const Plan& plan, const TrainConfig& config) {
 struct Activations {
   int64_t block = 0;      // what autograd keeps of a block
   int64_t checkpoint = 0; // what it keeps of a block that is computed again in backward
+  int64_t matmuls = 0;    // results of a block's matrix products and attention
+  int64_t unneeded = 0;   // those among them that backward does not ask for
   int64_t in_block = 0;   // gradients inside of a block, where they are the most
   int64_t end = 0;        // what it keeps behind the blocks, but for the scores
   int64_t scores = 0;     // log-softmax, its gradient, and that of the scores
@@ -284,10 +286,32 @@ Activations plan_activations(const TrainConfig& config, const MeshShape& mesh) {
   return {
       .block = tokens * (2 * norm + attention + swiglu),
       .checkpoint = tokens * wide,
+      .matmuls = tokens *
+                 (2 * heads + 2 * kv_heads + 4 * dims.heads / mesh.tensor + 2 * hidden + 2 * wide),
+      .unneeded = tokens * wide, // the last product: autograd saves nothing that comes after it
       .in_block = tokens * (wide + (on_cpu && bytes < 4 ? 3 : 2) * hidden),
       .end = tokens * norm,
       .scores = tokens * 3 * 4 * dims.vocab / mesh.tensor};
 }
+
+/// What a rank keeps of each block until backward.
+struct KeptOfBlock {
+  KeptOfBlock(const TrainConfig& config, const Activations& act) {
+    if (!config.activation_checkpointing) {
+      bytes = act.block;
+      return;
+    }
+    const auto budget = config.kept_matmul_bytes();
+    const bool all = config.keep_matmuls == "all";
+    // A policy with a budget learns what backward does not ask for.
+    const auto results =
+        all ? act.matmuls : std::min(act.matmuls - act.unneeded, budget / config.model.layers);
+    bytes = act.checkpoint + results;
+    again = act.block - act.checkpoint - (results - (all ? act.unneeded : 0));
+  }
+  int64_t bytes = 0;
+  int64_t again = 0; // what is computed again beside it
+};
 
 /// The bytes of a group's parameters and gradients on one rank, in the forms that they take.
 struct GroupBytes {
@@ -331,8 +355,7 @@ int64_t plan_backward(const Plan& plan, const TrainConfig& config, const MeshSha
   const auto after_forward = ranks_after_forward(config, mesh);
   const bool keeps = after_forward == 0;
   const bool accumulates = config.accumulate > 1;
-  const auto kept = config.activation_checkpointing ? act.checkpoint : act.block;
-  const auto again = config.activation_checkpointing ? act.block - act.checkpoint : 0;
+  const auto [kept, again] = KeptOfBlock(config, act);
   const auto grads_of_rows = [&](int64_t rows) { // of a matrix with --dim columns
     return rows / mesh.tensor * config.model.dim * bytes_of(config.param_dtype);
   };
@@ -382,10 +405,8 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh, const PlanFor& 
       std::max(plan.groups.front().gathered_bytes, plan.groups.back().gathered_bytes);
 
   const auto act = plan_activations(config, mesh);
-  plan.activation_bytes =
-      act.end + act.scores +
-      (config.activation_checkpointing ? config.model.layers * act.checkpoint + act.block
-                                       : config.model.layers * act.block);
+  const KeptOfBlock kept(config, act);
+  plan.activation_bytes = act.end + act.scores + config.model.layers * kept.bytes + kept.again;
   const bool on_cpu = config.device == "cpu";
   const bool state_on_host = config.offload && !on_cpu;
   const MuonPlan muon(plan, config, mesh);

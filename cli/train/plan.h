@@ -44,8 +44,8 @@ struct PlanFor {
 ///   updates it. A save that is under way has a copy of them in host memory, with 8-bit averages in
 ///   bf16.
 /// - Activations are what autograd keeps of the operators of each block, counted by hand. With
-///   activation checkpointing it keeps the input of each block, and all of the block that backward
-///   is at.
+///   activation checkpointing it keeps the input of each block, what --keep-matmuls says, and all
+///   of the block that backward is at.
 /// - The loss has the activations of all blocks, and three tensors of scores in fp32.
 /// - Backward goes from the last block to the first. Activations go away, sharded gradients come.
 ///   Meanwhile there are: this block gathered and the next one, the gradients of this block, the

@@ -138,9 +138,14 @@ Transformer build_sharded(const TrainConfig& config, const TrainMesh& mesh) {
       sharded.set_custom_reduce_scatter(std::make_shared<WideSumReduceScatter>());
     }
   };
+  ActivationCheckpointOptions recompute;
+  if (config.keep_matmuls != "none") {
+    recompute.save =
+        config.keep_matmuls == "all" ? save_matmuls() : save_within(config.kept_matmul_bytes());
+  }
   for (auto& layer : model->layers) {
     if (config.activation_checkpointing) {
-      apply_activation_checkpointing(layer);
+      apply_activation_checkpointing(layer, recompute);
     }
     shard(layer);
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <fsdp/export.h>
+#include <fsdp/save_policy.h>
 
 namespace fsdp {
 
@@ -22,6 +23,9 @@ struct ActivationCheckpointOptions {
   /// forward did, or if a weight was written to in between. Saving fewer tensors is always an
   /// error; without `early_stop`, so is saving more.
   bool determinism_check = true;
+  /// Which results of operators are kept, so that recomputation does not run these operators again.
+  /// None if this is null. See save_matmuls, save_operators and save_within.
+  std::shared_ptr<SavePolicy> save;
 };
 
 namespace detail {

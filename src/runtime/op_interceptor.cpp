@@ -3,6 +3,9 @@
 #include <ATen/core/ivalue.h>
 #include <torch/library.h>
 
+#include <list>
+#include <mutex>
+#include <unordered_set>
 #include <utility>
 
 namespace fsdp::detail {
@@ -14,6 +17,61 @@ namespace {
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 thread_local OpInterceptor* innermost = nullptr;
+
+// A dispatch key between autograd and the kernels that no tensor has. A call has it only where it
+// was added on the way to autograd, which hands it on.
+constexpr auto kKeyBelowAutograd = c10::DispatchKey::CustomRNGKeyId;
+
+/// Who takes the place of the kernel of the operator that is now on its way through autograd.
+thread_local OpInterceptor* replacement = nullptr;
+
+void run_below_autograd(
+    const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  auto* const by = std::exchange(replacement, nullptr);
+  const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
+  const OpKernel kernel{
+      op, keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKeyBelowAutograd)};
+  if (by) {
+    by->instead(kernel, *stack);
+  } else {
+    kernel.run(*stack);
+  }
+}
+
+/// Lets calls of `op` with kKeyBelowAutograd arrive in run_below_autograd. A fallback for all
+/// operators would not do: kernels that are made of other operators come before it.
+void register_below_autograd(const c10::OperatorHandle& op) {
+  static std::mutex mutex;
+  static auto& known = *new std::unordered_set<c10::OperatorName>;
+  static auto& handles = *new std::list<c10::RegistrationHandleRAII>; // never given back
+  const std::lock_guard lock(mutex);
+  if (known.insert(op.operator_name()).second) {
+    handles.push_back(c10::Dispatcher::singleton().registerImpl(
+        op.operator_name(), kKeyBelowAutograd,
+        c10::KernelFunction::makeFromBoxedFunction<&run_below_autograd>(), std::nullopt, nullptr,
+        "fsdp: below autograd"));
+  }
+}
+
+/// Sends the operator to autograd, and `by` where its kernel would run.
+void redispatch(
+    const c10::OperatorHandle& op,
+    c10::DispatchKeySet keys,
+    OpInterceptor* by,
+    torch::jit::Stack* stack) {
+  if (!by) {
+    op.redispatchBoxed(keys, stack);
+    return;
+  }
+  register_below_autograd(op);
+  struct Restore {
+    OpInterceptor* const outer;
+    ~Restore() {
+      replacement = outer;
+    }
+  } const restore{std::exchange(replacement, by)};
+  op.redispatchBoxed(keys.add(kKeyBelowAutograd), stack);
+}
 
 } // namespace
 
@@ -45,19 +103,23 @@ namespace {
 
 void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   using namespace fsdp::detail;
+  OpInterceptor* by = nullptr;
   {
     const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
     bool enters = false;
     for (auto* each = innermost; each; each = each->outer()) {
       each->before(op, *stack);
       enters |= each->enters_operators();
+      if (!by && each->replaces(op, *stack)) {
+        by = each;
+      }
     }
     if (!enters) {
       op.callBoxed(stack);
       return;
     }
   }
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+  redispatch(op, keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), by, stack);
 }
 
 } // namespace

@@ -8,6 +8,16 @@
 
 namespace fsdp::detail {
 
+/// What is left of a call of an operator below autograd: its kernel.
+struct OpKernel {
+  const c10::OperatorHandle& op;
+  const c10::DispatchKeySet keys;
+  /// Replaces the arguments on the stack by the results.
+  void run(torch::jit::Stack& stack) const {
+    op.redispatchBoxed(keys, &stack);
+  }
+};
+
 /// While this object lives, `before` is called ahead of every operator that the calling thread
 /// calls, and may change the arguments. Interceptors nest: destroy them in the reverse order of
 /// construction. The innermost one is called first.
@@ -18,11 +28,22 @@ class OpInterceptor {
   OpInterceptor(const OpInterceptor&) = delete;
   OpInterceptor& operator=(const OpInterceptor&) = delete;
 
-  virtual void before(const c10::OperatorHandle& op, torch::jit::Stack& stack) = 0;
+  virtual void before(const c10::OperatorHandle&, torch::jit::Stack&) {}
   /// Whether `before` is also called for operators that other operators call. If one active
   /// interceptor wants this, it applies to all of them.
   virtual bool enters_operators() const {
     return false;
+  }
+
+  /// Whether autograd calls `instead` where it would run the operator's kernel. It records the
+  /// operator as always. Asked only if an active interceptor enters operators; the innermost one
+  /// that answers yes is called.
+  virtual bool replaces(const c10::OperatorHandle&, const torch::jit::Stack&) {
+    return false;
+  }
+  /// Runs the kernel or finds the results elsewhere. No interceptor sees operators that run inside.
+  virtual void instead(const OpKernel& kernel, torch::jit::Stack& stack) {
+    kernel.run(stack);
   }
 
   /// The interceptor around this one, or null.

@@ -16,6 +16,7 @@
 #include "runtime/autocast_state.h"
 #include "runtime/repeatable_draws.h"
 #include "runtime/stream.h"
+#include "state/kept_results.h"
 #include "state/saved_tensor_hooks.h"
 
 namespace fsdp::detail {
@@ -40,6 +41,8 @@ using torch::autograd::SavedVariableHooks;
 //   call they are dropped in turn, and asking for them recomputes that one
 //   first; one that was edited in place is an error.
 // - What was recomputed belongs to one backward, and goes when it is used.
+//
+// Results of operators that a policy keeps: see Note [Selective activation checkpointing].
 
 // ------------------------------------------------------------ The surroundings
 
@@ -117,11 +120,17 @@ class Frame : public HookSource, public std::enable_shared_from_this<Frame> {
     if (options_.preserve_rng_state) {
       draws_.emplace(accelerators(tensors), other_ranks_are_threads());
     }
+    if (options_.save) {
+      kept_.emplace(options_.save);
+    }
   }
 
   std::unique_ptr<SavedVariableHooks> make_hooks() override;
   std::unique_ptr<SeededDraws> first_draws() const {
     return draws_ ? draws_->first() : nullptr;
+  }
+  std::unique_ptr<OpInterceptor> keep_results() {
+    return kept_ ? kept_->keep() : nullptr;
   }
   void set_complete() {
     complete_ = true;
@@ -145,6 +154,7 @@ class Frame : public HookSource, public std::enable_shared_from_this<Frame> {
   const std::unique_ptr<RepeatableCall> call_;
   std::vector<SavedVariable> arguments_;
   std::optional<RepeatableDraws> draws_;
+  std::optional<KeptResults> kept_;
   const AutocastState autocast_ = AutocastState::current();
   bool complete_ = false; // else backward runs inside of the call
   std::vector<std::weak_ptr<Slot>> slots_;
@@ -295,6 +305,8 @@ void Frame::recompute() {
     if (draws_) {
       draws.emplace(*draws_);
     }
+    const auto reuse =
+        kept_ ? kept_->reuse(torch::autograd::get_current_graph_task_keep_graph()) : nullptr;
     call_->run(std::move(tensors));
   } catch (c10::Error& error) {
     if (!recomputation.was_stopped()) {
@@ -332,7 +344,10 @@ void Frame::forget_recomputed() {
 
 struct RecomputeScope::State {
   explicit State(std::shared_ptr<Frame> frame)
-      : frame(std::move(frame)), draws(this->frame->first_draws()), saving(*this->frame) {}
+      : frame(std::move(frame)),
+        draws(this->frame->first_draws()),
+        keep(this->frame->keep_results()),
+        saving(*this->frame) {}
   ~State() {
     frame->set_complete();
   }
@@ -341,6 +356,7 @@ struct RecomputeScope::State {
 
   const std::shared_ptr<Frame> frame;
   const std::unique_ptr<SeededDraws> draws;
+  const std::unique_ptr<OpInterceptor> keep;
   const SavingThrough saving;
 };
 

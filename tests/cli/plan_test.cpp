@@ -115,6 +115,10 @@ TEST(Plan, TrafficOfTensorParallelismIsWhatAStepSends) {
     expect_with("tied", [](auto& config) { config.model.tied = true; });
     expect_with("accumulating", [](auto& config) { config.accumulate = 2; });
     expect_with("checkpointing", [](auto& config) { config.activation_checkpointing = true; });
+    expect_with("keeping matmuls", [](auto& config) {
+      config.activation_checkpointing = true;
+      config.keep_matmuls = "all";
+    });
     expect_with("bf16", [](auto& config) { config.param_dtype = "bf16"; });
     expect_with("fp16", [](auto& config) { config.param_dtype = "fp16"; });
     expect_with("bf16 shards", [](auto& config) { config.shard_dtype = "bf16"; });
@@ -215,6 +219,37 @@ const std::vector<Case> kCases{
      [](TrainConfig& c) {
        c.activation_checkpointing = true;
        c.param_dtype = "bf16";
+     }},
+    {"keeping matmuls",
+     {.shard = 2},
+     [](TrainConfig& c) {
+       c.activation_checkpointing = true;
+       c.keep_matmuls = "all";
+     }},
+    {"keeping matmuls, bf16",
+     {.shard = 2},
+     [](TrainConfig& c) {
+       c.activation_checkpointing = true;
+       c.keep_matmuls = "all";
+       c.param_dtype = "bf16";
+     }},
+    {"keeping matmuls, tensor parallel",
+     {.shard = 2, .tensor = 2},
+     [](TrainConfig& c) {
+       c.activation_checkpointing = true;
+       c.keep_matmuls = "all";
+     }},
+    {"keeping 8 MiB of matmuls",
+     {.shard = 2},
+     [](TrainConfig& c) {
+       c.activation_checkpointing = true;
+       c.keep_matmuls = "8MiB";
+     }},
+    {"keeping matmuls that all fit",
+     {.shard = 4},
+     [](TrainConfig& c) {
+       c.activation_checkpointing = true;
+       c.keep_matmuls = "1GiB";
      }},
     {"kept after forward", {.shard = 4}, [](TrainConfig& c) { c.reshard_after_forward = false; }},
     {"resharded over two", {.shard = 4}, [](TrainConfig& c) { c.reshard_after_forward = 2; }},

@@ -285,6 +285,12 @@ TEST(Options, ValuesThatCannotBeAreRefused) {
   refused({"--rounding", "nearest"}, "--rounding nearest: nothing is rounded in fp32");
   refused({"--send-dtype", "bf16", "--param-dtype", "bf16"}, "use --reduce-dtype fp32, or");
   refused({"--send-dtype", "bf16", "--ranks", "1"}, "parameters are not sharded; use more ranks");
+  refused({"--keep-matmuls", "all"}, "nothing is recomputed without --activation-checkpointing");
+  for (const std::string size : {"2GB", "GiB", "-1", "1e99", "all of them", "2 GiB"}) {
+    refused(
+        {"--activation-checkpointing", "--keep-matmuls", size},
+        "--keep-matmuls " + size + ": it must be a size like 2GiB");
+  }
   refused({"--config", ""}, "--config: it needs the name of a file");
   refused({"--config", "/dev/zero"}, "--config: /dev/zero is a device or a pipe");
   refused({"--data", "/dev/zero"}, "--data: /dev/zero is neither a file nor a folder");

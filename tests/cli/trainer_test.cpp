@@ -310,7 +310,10 @@ TEST(Trainer, WhatSavesMemoryDoesNotChangeTheLosses) {
   const auto plain = losses(config, 2);
   auto other = config;
   other.activation_checkpointing = true;
-  EXPECT_EQ(losses(other, 2), plain);
+  for (const auto* keep : {"none", "all", "100KiB"}) {
+    other.keep_matmuls = keep;
+    EXPECT_EQ(losses(other, 2), plain) << keep;
+  }
   other = config;
   other.offload = true;
   EXPECT_EQ(losses(other, 2), plain);

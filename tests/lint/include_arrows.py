@@ -70,6 +70,7 @@ PUBLIC = {
     "process_group.h": "process_group",
     "random_state.h": "state_dict",
     "recompute_scope.h": "state",
+    "save_policy.h": "state",
     "recomputed_call.h": "module",
     "redistribute.h": "parallel",
     "reduce_op.h": "process_group",

@@ -1,0 +1,66 @@
+#pragma once
+
+// Selective activation checkpointing: which results of operators a checkpointed call keeps, so
+// that backward does not compute them again. See ActivationCheckpointOptions::save.
+
+#include <ATen/core/ivalue.h>
+#include <c10/util/ArrayRef.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <fsdp/export.h>
+
+namespace fsdp {
+
+/// An operator that has just run in a checkpointed call.
+struct FSDP_API RanOperator {
+  /// For example "aten::mm", without the overload.
+  const std::string& name;
+  /// How many calls of this operator came before this one in the checkpointed call.
+  size_t index = 0;
+  c10::ArrayRef<c10::IValue> arguments;
+  c10::ArrayRef<c10::IValue> results;
+
+  /// The size of the results.
+  int64_t bytes() const;
+  /// How many multiplications and additions it took. 0 if the operator is not a product of
+  /// matrices, an attention or a convolution.
+  double flops() const;
+};
+
+/// Decides which results are kept. One object may serve several modules of one rank.
+///
+/// It is asked about every operator below autograd, so about `aten::mm` and not about
+/// `aten::linear`. It is not asked about operators that write to an argument, return a view or draw
+/// random numbers: those always run again. A result that is written to after the operator
+/// returned it is computed again, too.
+class FSDP_API SavePolicy {
+ public:
+  virtual ~SavePolicy() = default;
+  /// Whether to keep the results until backward needs them. Asked once, in forward.
+  virtual bool save(const RanOperator& ran) = 0;
+  /// Results of this size that were kept are so no longer.
+  virtual void released(int64_t /*bytes*/) {}
+  /// Backward ran an operator again.
+  virtual void recomputed(const RanOperator& /*ran*/) {}
+};
+
+/// Keeps the results of the operators with these names ("aten::mm" stands for all its overloads).
+/// Throws ValueError if there is no such operator, or if it consists of other operators, as
+/// aten::linear does.
+FSDP_API std::shared_ptr<SavePolicy> save_operators(std::vector<std::string> names);
+
+/// Keeps the results of products of matrices, attentions and convolutions. The rest, which is most
+/// of the memory and little of the time, is computed again.
+FSDP_API std::shared_ptr<SavePolicy> save_matmuls();
+
+/// Keeps results of products of matrices, attentions and convolutions, never more than `bytes` at
+/// a time. In the first step it keeps nothing and sees what backward computes again. From then on
+/// it keeps those that save the most arithmetic per byte.
+FSDP_API std::shared_ptr<SavePolicy> save_within(int64_t bytes);
+
+} // namespace fsdp
