@@ -16,6 +16,16 @@ void for_each_option(Visit visit) {
   visit("tied", [](auto& config) -> auto& { return config.model.tied; }, true);
   visit("rotary-base", [](auto& config) -> auto& { return config.model.rotary_base; }, true);
   visit("norm-eps", [](auto& config) -> auto& { return config.model.norm_eps; }, true);
+  visit("head-dim", [](auto& config) -> auto& { return config.model.head_size; }, true);
+  visit("qkv-bias", [](auto& config) -> auto& { return config.model.qkv_bias; }, true);
+  visit("o-bias", [](auto& config) -> auto& { return config.model.o_bias; }, true);
+  visit("mlp-bias", [](auto& config) -> auto& { return config.model.mlp_bias; }, true);
+  visit("qk-norm", [](auto& config) -> auto& { return config.model.qk_norm; }, true);
+  visit("window", [](auto& config) -> auto& { return config.model.window; }, true);
+  visit("window-from", [](auto& config) -> auto& { return config.model.window_from; }, true);
+  visit("rotary-scaling", [](auto& config) -> auto& { return config.model.rotary_scaling; }, true);
+  visit("gemma", [](auto& config) -> auto& { return config.model.gemma; }, true);
+  visit("from", [](auto& config) -> auto& { return config.from; }, true);
   visit("context", [](auto& config) -> auto& { return config.context; }, true);
   visit("batch", [](auto& config) -> auto& { return config.batch; }, true);
   visit("seed", [](auto& config) -> auto& { return config.seed; }, true);

@@ -6,6 +6,7 @@
 #include <map>
 
 #include "cli/check.h"
+#include "cli/train/rotary.h"
 
 namespace fsdp::cli {
 
@@ -30,9 +31,15 @@ void check_model(const ModelDims& dims) {
   within("--heads", dims.heads, 1);
   within("--kv-heads", dims.kv_heads, 1);
   within("--hidden", dims.hidden, 1);
+  at_least("--window", dims.window, 0);
+  at_least("--window-from", dims.window_from, 0);
+  (void)RotaryScaling::parse(dims.rotary_scaling);
   check_config(
-      dims.dim % (2 * dims.heads) == 0, "--dim ", dims.dim, " cannot be divided into ", dims.heads,
-      " heads of an even size; use for example --dim ",
+      dims.head_size >= 0 && dims.head_size % 2 == 0 && dims.head_size <= kMost, "--head-dim ",
+      dims.head_size, ": it must be even, or 0 for --dim divided by --heads");
+  check_config(
+      dims.head_size > 0 || dims.dim % (2 * dims.heads) == 0, "--dim ", dims.dim,
+      " cannot be divided into ", dims.heads, " heads of an even size; use for example --dim ",
       (dims.dim / (2 * dims.heads) + 1) * 2 * dims.heads);
   check_config(
       dims.heads % dims.kv_heads == 0, "--kv-heads ", dims.kv_heads,

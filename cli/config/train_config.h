@@ -15,6 +15,7 @@ namespace fsdp::cli {
 /// All settings that decide the result of a run, except the text.
 struct TrainConfig {
   ModelDims model;
+  std::string from; // a Hugging Face folder with the first weights; empty: random ones
   int64_t context = 128;
   int64_t batch = 32; // rows of all ranks together
   int64_t steps = 200;

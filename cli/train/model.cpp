@@ -7,30 +7,21 @@
 #include <fsdp/redistribute.h>
 #include <fsdp/tensor_parallel.h>
 
+#include "cli/train/rotary.h"
+
 namespace fsdp::cli {
 
 namespace {
 
-nn::Linear linear(int64_t in, int64_t out) {
-  return nn::Linear(torch::nn::LinearOptions(in, out).bias(false));
+nn::Linear linear(int64_t in, int64_t out, bool bias = false) {
+  return nn::Linear(torch::nn::LinearOptions(in, out).bias(bias));
 }
 
-/// Cosines and sines of the angles of every position: (2, time, head_dim / 2).
-torch::Tensor rotary_table(int64_t time, const ModelDims& dims, const torch::Tensor& like) {
-  const auto options = like.options().dtype(torch::kFloat);
-  const auto exponents = torch::arange(0, dims.head_dim(), 2, options) / dims.head_dim();
-  const auto angles =
-      torch::outer(torch::arange(time, options), torch::pow(dims.rotary_base, -exponents));
-  return torch::stack({angles.cos(), angles.sin()}).to(like.scalar_type());
-}
-
-/// Rotates the pairs (i, i + head_dim / 2) of `x`, which is (batch, heads, time, head_dim).
-torch::Tensor rotate(const torch::Tensor& x, const torch::Tensor& rotary) {
-  const auto halves = x.chunk(2, -1);
-  const auto cos = rotary[0];
-  const auto sin = rotary[1];
-  return torch::cat(
-      {halves[0] * cos - halves[1] * sin, halves[1] * cos + halves[0] * sin}, /*dim=*/-1);
+/// Which tokens each one sees if attention reaches `window` tokens back: (time, time).
+torch::Tensor window_mask(int64_t time, int64_t window, const torch::Tensor& like) {
+  const auto position = torch::arange(time, like.options().dtype(torch::kLong));
+  const auto distance = position.unsqueeze(1) - position;
+  return distance.ge(0).logical_and(distance.lt(window));
 }
 
 bool ends_with(const std::string& text, const std::string& end) {
@@ -47,53 +38,74 @@ int64_t default_kv_heads(int64_t heads) {
   return heads % 2 == 0 ? heads / 2 : heads;
 }
 
-RMSNormImpl::RMSNormImpl(int64_t dim, double eps)
-    : weight(register_parameter("weight", torch::ones({dim}))), eps(eps) {}
+RMSNormImpl::RMSNormImpl(int64_t dim, double eps, bool from_one)
+    : weight(register_parameter("weight", torch::ones({dim}))), eps(eps), from_one(from_one) {}
 
 torch::Tensor RMSNormImpl::forward(const torch::Tensor& x) {
-  return torch::rms_norm(x, {x.size(-1)}, weight, eps);
+  const auto factor =
+      parts ? redistribute(weight, *parts, Replicate{}, Replicate{}, {.grad_placement = Partial{}})
+            : weight;
+  if (from_one) { // in fp32: 1 + weight would lose most of a weight in bf16
+    return torch::rms_norm(x.to(torch::kFloat), {x.size(-1)}, 1 + factor.to(torch::kFloat), eps)
+        .to(x.scalar_type());
+  }
+  return torch::rms_norm(x, {x.size(-1)}, factor, eps);
 }
 
 AttentionImpl::AttentionImpl(const ModelDims& dims)
     : head_dim(dims.head_dim()),
-      q_proj(register_module("q_proj", linear(dims.dim, dims.heads * head_dim))),
-      k_proj(register_module("k_proj", linear(dims.dim, dims.kv_heads * head_dim))),
-      v_proj(register_module("v_proj", linear(dims.dim, dims.kv_heads * head_dim))),
-      o_proj(register_module("o_proj", linear(dims.heads * head_dim, dims.dim))) {}
+      q_proj(register_module("q_proj", linear(dims.dim, dims.heads * head_dim, dims.qkv_bias))),
+      k_proj(register_module("k_proj", linear(dims.dim, dims.kv_heads * head_dim, dims.qkv_bias))),
+      v_proj(register_module("v_proj", linear(dims.dim, dims.kv_heads * head_dim, dims.qkv_bias))),
+      o_proj(register_module("o_proj", linear(dims.heads * head_dim, dims.dim, dims.o_bias))) {
+  if (dims.qk_norm) {
+    q_norm = register_module("q_norm", RMSNorm(head_dim, dims.norm_eps));
+    k_norm = register_module("k_norm", RMSNorm(head_dim, dims.norm_eps));
+  }
+}
 
-torch::Tensor AttentionImpl::forward(const torch::Tensor& x, const torch::Tensor& rotary) {
+torch::Tensor AttentionImpl::forward(
+    const torch::Tensor& x, const torch::Tensor& rotary, const torch::Tensor& mask) {
   const auto batch = x.size(0);
   const auto time = x.size(1);
   // -1: under tensor parallelism a rank has only a part of the heads.
   const auto heads_of = [&](nn::Linear& projection) {
     return projection(x).view({batch, time, -1, head_dim}).transpose(1, 2);
   };
-  const auto q = rotate(heads_of(q_proj), rotary);
-  const auto k = rotate(heads_of(k_proj), rotary);
+  const auto rotated = [&](nn::Linear& projection, RMSNorm& norm) {
+    const auto heads = heads_of(projection);
+    return rotate(norm.is_empty() ? heads : norm(heads), rotary);
+  };
+  const auto q = rotated(q_proj, q_norm);
+  const auto k = rotated(k_proj, k_norm);
   const auto mixed = at::scaled_dot_product_attention(
-      q, k, heads_of(v_proj), /*attn_mask=*/{}, /*dropout_p=*/0, /*is_causal=*/true,
-      /*scale=*/{}, /*enable_gqa=*/q.size(1) != k.size(1));
+      q, k, heads_of(v_proj), mask.defined() ? std::optional(mask) : std::nullopt, /*dropout_p=*/0,
+      /*is_causal=*/!mask.defined(), /*scale=*/{}, /*enable_gqa=*/q.size(1) != k.size(1));
   return o_proj(mixed.transpose(1, 2).reshape({batch, time, -1}));
 }
 
 FeedForwardImpl::FeedForwardImpl(const ModelDims& dims)
-    : gate_proj(register_module("gate_proj", linear(dims.dim, dims.hidden))),
-      up_proj(register_module("up_proj", linear(dims.dim, dims.hidden))),
-      down_proj(register_module("down_proj", linear(dims.hidden, dims.dim))) {}
+    : gemma(dims.gemma),
+      gate_proj(register_module("gate_proj", linear(dims.dim, dims.hidden, dims.mlp_bias))),
+      up_proj(register_module("up_proj", linear(dims.dim, dims.hidden, dims.mlp_bias))),
+      down_proj(register_module("down_proj", linear(dims.hidden, dims.dim, dims.mlp_bias))) {}
 
 torch::Tensor FeedForwardImpl::forward(const torch::Tensor& x) {
-  return down_proj(torch::silu(gate_proj(x)) * up_proj(x));
+  const auto gate = gate_proj(x);
+  return down_proj((gemma ? torch::gelu(gate, "tanh") : torch::silu(gate)) * up_proj(x));
 }
 
 BlockImpl::BlockImpl(const ModelDims& dims)
-    : input_layernorm(register_module("input_layernorm", RMSNorm(dims.dim, dims.norm_eps))),
-      post_attention_layernorm(
-          register_module("post_attention_layernorm", RMSNorm(dims.dim, dims.norm_eps))),
+    : input_layernorm(
+          register_module("input_layernorm", RMSNorm(dims.dim, dims.norm_eps, dims.gemma))),
+      post_attention_layernorm(register_module(
+          "post_attention_layernorm", RMSNorm(dims.dim, dims.norm_eps, dims.gemma))),
       self_attn(register_module("self_attn", Attention(dims))),
       mlp(register_module("mlp", FeedForward(dims))) {}
 
-torch::Tensor BlockImpl::forward(torch::Tensor x, const torch::Tensor& rotary) {
-  x = x + self_attn(input_layernorm(x), rotary);
+torch::Tensor BlockImpl::forward(
+    torch::Tensor x, const torch::Tensor& rotary, const torch::Tensor& mask) {
+  x = x + self_attn(input_layernorm(x), rotary, mask);
   return x + mlp(post_attention_layernorm(x));
 }
 
@@ -106,7 +118,7 @@ TransformerImpl::TransformerImpl(const ModelDims& dims)
     layers.emplace_back(dims);
     list->push_back(layers.back().ptr());
   }
-  norm = register_module("norm", RMSNorm(dims.dim, dims.norm_eps));
+  norm = register_module("norm", RMSNorm(dims.dim, dims.norm_eps, dims.gemma));
   if (!dims.tied) {
     lm_head = register_module("lm_head", linear(dims.dim, dims.vocab));
   }
@@ -114,9 +126,16 @@ TransformerImpl::TransformerImpl(const ModelDims& dims)
 
 torch::Tensor TransformerImpl::forward(const torch::Tensor& tokens) {
   auto x = embed_tokens(tokens);
-  const auto rotary = rotary_table(tokens.size(1), dims, x);
-  for (auto& layer : layers) {
-    x = layer(x, rotary);
+  if (dims.gemma) {
+    x = x * torch::scalar_tensor(std::sqrt(static_cast<double>(dims.dim)), x.options());
+  }
+  const auto time = tokens.size(1);
+  const auto rotary = rotary_table(time, dims.head_dim(), dims.rotary_base, dims.rotary_scaling, x);
+  const bool slides = dims.window > 0 && dims.window < time;
+  const auto mask = slides ? window_mask(time, dims.window, x) : torch::Tensor();
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const bool in_window = static_cast<int64_t>(i) >= dims.window_from;
+    x = layers[i](x, rotary, in_window ? mask : torch::Tensor());
   }
   x = norm(x);
   if (!dims.tied) {
@@ -144,6 +163,12 @@ void parallelize(Transformer& model, const DeviceMesh& mesh) {
   }
   parallelize_module(model, mesh, plan);
   model->tensor_mesh = mesh;
+  if (model->dims.qk_norm) { // each rank has a part of the heads, and so of the gradient
+    for (auto& layer : model->layers) {
+      layer->self_attn->q_norm->parts = mesh;
+      layer->self_attn->k_norm->parts = mesh;
+    }
+  }
 }
 
 void init_weights(Transformer& model, uint64_t seed) {
@@ -152,7 +177,7 @@ void init_weights(Transformer& model, uint64_t seed) {
       model,
       [&](const std::string& name, torch::Tensor& param) {
         if (param.dim() == 1) {
-          param.fill_(1);
+          param.fill_(ends_with(name, ".bias") || model->dims.gemma ? 0 : 1);
           return;
         }
         const bool into_residual =

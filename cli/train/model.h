@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <fsdp/device_mesh.h>
@@ -12,20 +13,30 @@
 
 namespace fsdp::cli {
 
-/// Sizes of a Llama-style decoder.
+/// Sizes of a Llama-style decoder, and in what it differs from Llama.
 struct ModelDims {
   int64_t vocab = 256; // bytes
   int64_t dim = 128;
   int64_t layers = 4;
-  int64_t heads = 4;    // divides dim; dim / heads is even
+  int64_t heads = 4;
   int64_t kv_heads = 2; // divides heads
   int64_t hidden = 352; // width inside the feed-forward part
   bool tied = false;    // the output layer uses the embedding's weight
   double rotary_base = 10000;
   double norm_eps = 1e-5;
 
+  int64_t head_size = 0;   // of each head, even; 0: dim / heads
+  bool qkv_bias = false;   // of the projections to queries, keys and values
+  bool o_bias = false;     // of the projection back
+  bool mlp_bias = false;   // of the feed-forward part
+  bool qk_norm = false;    // norms of each query and key
+  int64_t window = 0;      // attention reaches this many tokens back, itself included; 0: all
+  int64_t window_from = 0; // only in blocks from this one on
+  std::string rotary_scaling = "none"; // see RotaryScaling
+  bool gemma = false; // GELU, norms that multiply by 1 + weight, and a scaled embedding
+
   int64_t head_dim() const {
-    return dim / heads;
+    return head_size > 0 ? head_size : dim / heads;
   }
 };
 
@@ -38,37 +49,45 @@ int64_t default_kv_heads(int64_t heads);
 // initialize the weights: call `init_weights` or load a checkpoint.
 
 struct RMSNormImpl : torch::nn::Module {
-  RMSNormImpl(int64_t dim, double eps);
+  /// `from_one`: multiplies by 1 + weight.
+  RMSNormImpl(int64_t dim, double eps, bool from_one = false);
   torch::Tensor forward(const torch::Tensor& x);
 
   torch::Tensor weight;
   double eps;
+  bool from_one;
+  /// Set if each rank of this mesh normalizes another part of the heads with the same weight.
+  std::optional<DeviceMesh> parts;
 };
 FSDP_MODULE(RMSNorm);
 
 /// Causal attention with rotary positions. All heads share `kv_heads` heads of keys and values.
 struct AttentionImpl : torch::nn::Module {
   explicit AttentionImpl(const ModelDims& dims);
-  /// x: (batch, time, dim); rotary: (2, time, head_dim / 2), cosines and sines.
-  torch::Tensor forward(const torch::Tensor& x, const torch::Tensor& rotary);
+  /// x: (batch, time, dim); rotary: (2, time, head_dim / 2), cosines and sines. `mask` says which
+  /// tokens (time) each one (time) sees; undefined: all before it.
+  torch::Tensor forward(
+      const torch::Tensor& x, const torch::Tensor& rotary, const torch::Tensor& mask);
 
   int64_t head_dim;
   nn::Linear q_proj, k_proj, v_proj, o_proj;
+  RMSNorm q_norm{nullptr}, k_norm{nullptr}; // null without qk_norm
 };
 FSDP_MODULE(Attention);
 
-/// SwiGLU.
+/// SwiGLU, or GeGLU for Gemma.
 struct FeedForwardImpl : torch::nn::Module {
   explicit FeedForwardImpl(const ModelDims& dims);
   torch::Tensor forward(const torch::Tensor& x);
 
+  bool gemma;
   nn::Linear gate_proj, up_proj, down_proj;
 };
 FSDP_MODULE(FeedForward);
 
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(const ModelDims& dims);
-  torch::Tensor forward(torch::Tensor x, const torch::Tensor& rotary);
+  torch::Tensor forward(torch::Tensor x, const torch::Tensor& rotary, const torch::Tensor& mask);
 
   RMSNorm input_layernorm, post_attention_layernorm;
   Attention self_attn;

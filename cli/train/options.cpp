@@ -9,6 +9,7 @@
 #include <fstream>
 
 #include "cli/check.h"
+#include "cli/config/hf_config.h"
 #include "cli/config/option_list.h"
 #include "cli/config/presets.h"
 #include "cli/files.h"
@@ -62,6 +63,21 @@ void add_model_options(CLI::App& command, TrainOptions& options) {
   add("--tied", dims.tied, "Use the embedding's weight for the output, too: true or false");
   add("--rotary-base", dims.rotary_base, "Base of the rotary positions");
   add("--norm-eps", dims.norm_eps, "Epsilon of the norms");
+  add("--from", options.identity.config.from,
+      "Folder of Hugging Face to begin with: its sizes and weights. The families gemma (the "
+      "first), "
+      "llama, mistral, qwen2 and qwen3");
+  command.option_defaults()->group("Model, where it differs from Llama");
+  add("--head-dim", dims.head_size, "Size of a head; 0: --dim divided by --heads");
+  add("--qkv-bias", dims.qkv_bias, "Biases for queries, keys and values: true or false");
+  add("--o-bias", dims.o_bias, "A bias behind attention: true or false");
+  add("--mlp-bias", dims.mlp_bias, "Biases in the feed-forward part: true or false");
+  add("--qk-norm", dims.qk_norm, "Norms of queries and keys: true or false");
+  add("--window", dims.window, "Attention reaches so many tokens back; 0: all");
+  add("--window-from", dims.window_from, "The first block with --window");
+  add("--rotary-scaling", dims.rotary_scaling,
+      "Stretches the positions: none, linear:FACTOR or llama3:FACTOR,LOW,HIGH,ORIGINAL");
+  add("--gemma", dims.gemma, "GELU, norms by 1 + weight and a scaled embedding: true or false");
 }
 
 void add_training_options(CLI::App& command, TrainOptions& options) {
@@ -203,10 +219,45 @@ void add_options(CLI::App& command, TrainOptions& options) {
   }
 }
 
+namespace {
+
+/// Sets the sizes of the model to those in the folder of --from.
+void take_pretrained_sizes(TrainOptions& options) {
+  auto& config = options.identity.config;
+  config.from = real_path(config.from);
+  check_config(
+      !options.given.contains("model"), "--model ", options.model,
+      ": --from has the sizes of the model; leave it out");
+  const auto given = config;
+  const auto [dims, longest] = read_hf_config(config.from);
+  config.model = dims;
+  for_each_option([&](const char* name, auto in, bool fixed) {
+    if (fixed && options.given.contains(name)) {
+      check_config(
+          in(given) == in(config), "--", name, " ", in(given), ": the model of --from has --", name,
+          " ", in(config), "; leave it out");
+    }
+  });
+  if (longest > 0) {
+    if (!options.given.contains("context")) {
+      config.context = std::min(config.context, longest);
+    }
+    check_config(
+        config.context <= longest, "--context ", config.context, ": the model of --from takes ",
+        longest, " tokens at most");
+  }
+}
+
+} // namespace
+
 void resolve_defaults(TrainOptions& options) {
   auto& config = options.identity.config;
   const auto given = config;
-  config.model = model_preset(options.model);
+  if (config.from.empty()) {
+    config.model = model_preset(options.model);
+  } else {
+    take_pretrained_sizes(options);
+  }
   const auto take_given = [&] {
     for_each_option([&](const char* name, auto in, bool) {
       if (options.given.contains(name)) {
@@ -360,6 +411,9 @@ nlohmann::ordered_json config_json(const TrainOptions& options) {
   }
   if (config.reduce_dtype.empty()) {
     json.erase("reduce-dtype");
+  }
+  if (config.from.empty()) {
+    json.erase("from");
   }
   if (!options.identity.data.empty()) {
     json["data"] = options.identity.data;

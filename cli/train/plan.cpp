@@ -44,7 +44,10 @@ void add_param(
     const MeshShape& mesh,
     const TrainConfig& config) {
   const auto param_bytes = bytes_of(config.param_dtype);
-  const bool is_divided = param.dim() > 1;
+  const bool is_matrix = param.dim() > 1;
+  const bool of_column_style = name.ends_with("_proj.bias") && !name.ends_with("o_proj.bias") &&
+                               !name.ends_with("down_proj.bias");
+  const bool is_divided = is_matrix || of_column_style;
   const bool by_columns = name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
   const auto rows = is_divided && !by_columns ? param.size(0) / mesh.tensor : param.size(0);
   const auto row = param.numel() / param.size(0) / (by_columns ? mesh.tensor : 1);
@@ -54,7 +57,7 @@ void add_param(
   group.num_matrices += is_divided ? 1 : 0;
   const auto shard_bytes = padded / mesh.shard * row * shard_element_bytes(config);
   group.shard_bytes += shard_bytes;
-  if (is_divided && name.starts_with("layers.")) {
+  if (is_matrix && name.starts_with("layers.")) {
     group.muon_numel += param.numel();
     group.muon_bytes += shard_bytes;
   }
@@ -102,8 +105,12 @@ TrafficPlan plan_tensor_traffic(const TrainConfig& config, const MeshShape& mesh
   // parallel_cross_entropy makes two all-reduces in fp32: one of the highest score of each token
   // and one number more, and one of three sums per token.
   const auto scores = (tokens + 1 + 3 * tokens) * 4;
-  const auto bytes = activations * tokens * dims.dim * bytes_of(config.param_dtype) + scores;
-  reduces.count = config.accumulate * (activations + 2);
+  // Norms of queries and keys have the same weight on all ranks, and each has a part of its
+  // gradient.
+  const auto norms = dims.qk_norm ? 2 * dims.layers : 0;
+  const auto elements = activations * tokens * dims.dim + norms * dims.head_dim();
+  const auto bytes = elements * bytes_of(config.param_dtype) + scores;
+  reduces.count = config.accumulate * (activations + norms + 2);
   reduces.bytes = config.accumulate * bytes;
   return reduces;
 }
@@ -269,7 +276,7 @@ Activations plan_activations(const TrainConfig& config, const MeshShape& mesh) {
   const auto tokens = tokens_of_a_part(config, mesh);
   const bool on_cpu = config.device == "cpu";
   const auto wide = bytes * dims.dim; // one vector of the residual stream
-  const auto heads = bytes * dims.dim / mesh.tensor;
+  const auto heads = bytes * dims.heads * dims.head_dim() / mesh.tensor;
   const auto kv_heads = bytes * dims.kv_heads * dims.head_dim() / mesh.tensor;
   const auto hidden = bytes * dims.hidden / mesh.tensor;
   // A norm keeps its input, its output, and the factor of each token. On the CPU it is made of
@@ -280,11 +287,20 @@ Activations plan_activations(const TrainConfig& config, const MeshShape& mesh) {
   // the CPU the output is copied to bring the heads of a token together.
   const auto attention =
       heads + 2 * kv_heads + (on_cpu ? 2 : 1) * heads + 4 * dims.heads / mesh.tensor;
+  // Norms of queries and keys keep their input and the factor of each head. On the CPU they are
+  // made of several operators, too.
+  const auto normed = heads + kv_heads;
+  const auto normed_numel = normed / bytes;
+  const auto qk_norms =
+      !dims.qk_norm
+          ? 0
+          : normed + normed_numel / dims.head_dim() * 4 +
+                (on_cpu ? normed + (config.param_dtype == "fp32" ? 0 : 4 * normed_numel) : 0);
   const auto swiglu = 4 * hidden; // gate, its silu, up, and their product
   // Inside of a block, the gradients are the most where those of its output, of silu and of up are
   // there. A product of matrices in 16 bits has one copy more on the CPU.
   return {
-      .block = tokens * (2 * norm + attention + swiglu),
+      .block = tokens * (2 * norm + qk_norms + attention + swiglu),
       .checkpoint = tokens * wide,
       .matmuls = tokens *
                  (2 * heads + 2 * kv_heads + 4 * dims.heads / mesh.tensor + 2 * hidden + 2 * wide),

@@ -160,6 +160,8 @@ int train_rank(
     loaded = load_newest_good(*saved, trainer, run);
   } else if (saved && saved->has_checkpoint) {
     load_run(*saved, trainer, run);
+  } else if (!config.from.empty()) {
+    trainer.load_pretrained(config.from);
   }
   const auto plan = make_plan(config, *config.mesh, {.saves = options.saves_on_the_way()});
   StopSignals::expect_within(0); // from here on, no rank may end alone at once

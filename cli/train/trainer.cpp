@@ -16,6 +16,7 @@
 #include <fsdp/parallel_cross_entropy.h>
 
 #include "cli/check.h"
+#include "cli/train/pretrained.h"
 #include "cli/train/sampler.h"
 
 namespace fsdp::cli {
@@ -171,7 +172,9 @@ Trainer::Trainer(const TrainConfig& config, const Corpus& corpus, Asked asked)
       scaler_({.enabled = config.param_dtype == "fp16"}) {
   memory_stats(device_); // begins to count before anything is allocated
   to_empty(model_, config.offload ? c10::Device(c10::kCPU) : device_);
-  init_weights(model_, static_cast<uint64_t>(config.seed));
+  if (config.from.empty()) { // else load_pretrained fills them
+    init_weights(model_, static_cast<uint64_t>(config.seed));
+  }
   for (const auto& item : named_dtensors(model_)) {
     num_params_ += item.value().numel();
   }
@@ -272,6 +275,10 @@ std::string Trainer::generate(const std::string& prompt, int64_t count) {
          average(torch::zeros({0}, device_));
          return stop_ != 0;
        }});
+}
+
+void Trainer::load_pretrained(const std::string& folder) {
+  cli::load_pretrained(model_, folder);
 }
 
 StateDict Trainer::state_dict() {

@@ -41,6 +41,9 @@ class Trainer {
   /// The weights depend only on the seed, not on the mesh. Keeps a reference to `corpus`.
   Trainer(const TrainConfig& config, const Corpus& corpus, Asked asked = [] { return 0; });
 
+  /// Fills the model from a Hugging Face folder.
+  void load_pretrained(const std::string& folder);
+
   /// Makes one update. Throws NonFiniteError on every rank if the loss or a gradient is not finite,
   /// and leaves the weights unchanged. (In fp16 a gradient that is not finite only skips the
   /// update.)

@@ -112,6 +112,10 @@ TEST(Plan, TrafficOfTensorParallelismIsWhatAStepSends) {
       expect_planned(config, what);
     };
     expect_with("plain", [](auto&) {});
+    expect_with("norms of queries, biases", [](auto& config) {
+      config.model.qk_norm = true;
+      config.model.qkv_bias = config.model.o_bias = config.model.mlp_bias = true;
+    });
     expect_with("tied", [](auto& config) { config.model.tied = true; });
     expect_with("accumulating", [](auto& config) { config.accumulate = 2; });
     expect_with("checkpointing", [](auto& config) { config.activation_checkpointing = true; });
@@ -342,6 +346,31 @@ const std::vector<Case> kCases{
     {"large vocabulary, tp",
      {.shard = 2, .tensor = 2},
      [](TrainConfig& c) { c.model.vocab = 4096; }},
+    {"like Qwen3",
+     {.shard = 2},
+     [](TrainConfig& c) {
+       c.model.qk_norm = true;
+       c.model.head_size = 64;
+       c.model.tied = true;
+     }},
+    {"like Qwen3, tp",
+     {.shard = 2, .tensor = 2},
+     [](TrainConfig& c) {
+       c.model.qk_norm = true;
+       c.model.qkv_bias = true;
+     }},
+    {"like Gemma",
+     {.shard = 2},
+     [](TrainConfig& c) {
+       c.model.gemma = true;
+       c.model.head_size = 48;
+     }},
+    {"biases and a window",
+     {.shard = 4},
+     [](TrainConfig& c) {
+       c.model.qkv_bias = c.model.o_bias = c.model.mlp_bias = true;
+       c.model.window = 32;
+     }},
     {"muon", {.shard = 4}, [](TrainConfig& c) { c.optimizer = "muon"; }},
     {"few tokens, muon", {.shard = 2}, few_tokens_by_muon},
     {"few tokens, muon, one rank", {}, few_tokens_by_muon},

@@ -199,7 +199,7 @@ TEST(Attention, SharedKeysAndValuesAreRepeatedOnes) {
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(1);
   const auto x = torch::randn({2, 5, 16}, generator);
   const auto rotary = torch::randn({2, 5, 2}, generator);
-  EXPECT_CLOSE(shared(x, rotary), repeated(x, rotary));
+  EXPECT_CLOSE(shared(x, rotary, torch::Tensor()), repeated(x, rotary, torch::Tensor()));
 }
 
 // ------------------------------------------------------------ Loop

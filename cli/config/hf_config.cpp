@@ -1,0 +1,276 @@
+#include "cli/config/hf_config.h"
+
+#include <fsdp/error.h>
+
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "cli/check.h"
+#include "cli/files.h"
+#include "cli/train/rotary.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+/// Fields that do not change what a model computes.
+const std::set<std::string> kHarmless{
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "architectures",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "id2label",
+    "initializer_range",
+    "is_encoder_decoder",
+    "label2id",
+    "max_window_layers", // read together with use_sliding_window
+    "model_type",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "pretraining_tp", // how to compute, not what
+    "problem_type",
+    "return_dict",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache"};
+
+/// The fields of config.json. Remembers which ones were read.
+class Fields {
+ public:
+  Fields(Json json, std::string file) : json_(std::move(json)), file_(std::move(file)) {
+    check_config(json_.is_object(), file_, ": it does not hold an object");
+  }
+
+  /// The value of a field; `otherwise` if the field is missing or null.
+  template <class T>
+  T get(const std::string& key, T otherwise) {
+    read_.insert(key);
+    const auto found = json_.find(key);
+    if (found == json_.end() || found->is_null()) {
+      return otherwise;
+    }
+    try {
+      return found->template get<T>();
+    } catch (const Json::exception&) {
+      throw_config_error(file_, ": \"", key, "\" is ", found->dump(), ", which has the wrong type");
+    }
+  }
+  template <class T>
+  T require(const std::string& key) {
+    const auto found = json_.find(key);
+    check_config(found != json_.end() && !found->is_null(), file_, ": \"", key, "\" is missing");
+    return get<T>(key, {});
+  }
+  /// Throws unless a field that may be left out has the only value that is supported.
+  template <class T>
+  void expect(const std::string& key, const T& only) {
+    const auto value = get<T>(key, only);
+    check_config(
+        value == only, file_, ": \"", key, "\" is ", Json(value).dump(),
+        ", which is not supported; only ", Json(only).dump(), " is");
+  }
+  /// Throws if there is a field that was neither read nor is harmless.
+  void check_all_read() const {
+    for (const auto& [key, value] : json_.items()) {
+      check_config(
+          read_.contains(key) || kHarmless.contains(key) || value.is_null(), file_, ": \"", key,
+          "\": ", value.dump(), " is not known here; remove it if it does not change the model");
+    }
+  }
+  const std::string& file() const {
+    return file_;
+  }
+
+ private:
+  Json json_;
+  std::string file_;
+  std::set<std::string> read_;
+};
+
+/// The base and scaling of the rotary positions. Transformers 5 has them in rope_parameters, and
+/// earlier versions in rope_theta and rope_scaling.
+void read_rotary(Fields& fields, ModelDims& dims) {
+  dims.rotary_base = fields.get<double>("rope_theta", 10000);
+  auto scaling = fields.get<Json>("rope_scaling", {});
+  const auto parameters = fields.get<Json>("rope_parameters", {});
+  scaling = parameters.is_object() ? parameters : scaling;
+  if (!scaling.is_object()) {
+    return;
+  }
+  Fields rope(scaling, fields.file() + ": rope_scaling");
+  dims.rotary_base = rope.get<double>("rope_theta", dims.rotary_base);
+  const auto old_name = rope.get<std::string>("type", "default");
+  const auto type = rope.get<std::string>("rope_type", old_name);
+  if (type == "linear") {
+    dims.rotary_scaling = RotaryScaling{.factor = rope.require<double>("factor")}.str();
+  } else if (type == "llama3") {
+    dims.rotary_scaling =
+        RotaryScaling{
+            .factor = rope.require<double>("factor"),
+            .low = rope.require<double>("low_freq_factor"),
+            .high = rope.require<double>("high_freq_factor"),
+            .original = rope.require<int64_t>("original_max_position_embeddings")}
+            .str();
+  } else {
+    check_config(
+        type == "default", rope.file(), ": rope_type \"", type,
+        "\" is not supported; default, linear and llama3 are");
+  }
+  rope.expect<double>("partial_rotary_factor", 1);
+  rope.check_all_read();
+}
+
+/// Which blocks attend to the last `sliding_window` tokens only.
+void read_window(Fields& fields, const std::string& family, ModelDims& dims) {
+  const auto window = fields.get<int64_t>("sliding_window", 0);
+  const bool by_default = family == "mistral";
+  if (fields.get<bool>("use_sliding_window", by_default) && window > 0) {
+    dims.window = window;
+    dims.window_from = family == "mistral" ? 0 : fields.get<int64_t>("max_window_layers", 28);
+  }
+  const auto types = fields.get<std::vector<std::string>>("layer_types", {});
+  for (size_t i = 0; i < types.size(); ++i) {
+    const bool slides = dims.window > 0 && static_cast<int64_t>(i) >= dims.window_from;
+    const auto* const expected = slides ? "sliding_attention" : "full_attention";
+    check_config(
+        types[i] == expected, fields.file(), ": \"layer_types\" has \"", types[i], "\" for layer ",
+        i, ", where the other fields mean \"", expected, "\"; this is not supported");
+  }
+}
+
+} // namespace
+
+HfConfig read_hf_config(const std::string& folder) {
+  const auto file = folder + "/config.json";
+  check_config(is_folder(folder), "--from: there is no folder ", folder);
+  const auto text = read_file(file);
+  check_config(
+      text.has_value(), "--from: ", folder, " has no config.json that can be read; it must be a ",
+      "folder of Hugging Face");
+  Json json;
+  try {
+    json = Json::parse(*text);
+  } catch (const Json::exception& error) {
+    throw_config_error(file, ": it is not JSON: ", error.what());
+  }
+  Fields fields(std::move(json), file);
+  const auto family = fields.require<std::string>("model_type");
+  const std::set<std::string> known{"gemma", "llama", "mistral", "qwen2", "qwen3"};
+  check_config(
+      known.contains(family), file, ": models of the family \"", family,
+      "\" are not supported; gemma, llama, mistral, qwen2 and qwen3 are");
+
+  HfConfig config;
+  auto& dims = config.dims;
+  dims.gemma = family == "gemma";
+  dims.vocab = fields.require<int64_t>("vocab_size");
+  dims.dim = fields.require<int64_t>("hidden_size");
+  dims.layers = fields.require<int64_t>("num_hidden_layers");
+  dims.heads = fields.require<int64_t>("num_attention_heads");
+  dims.kv_heads = fields.get<int64_t>("num_key_value_heads", dims.heads);
+  dims.hidden = fields.require<int64_t>("intermediate_size");
+  dims.norm_eps = fields.get<double>("rms_norm_eps", 1e-6);
+  dims.tied = fields.get<bool>("tie_word_embeddings", dims.gemma);
+  // Where the field is missing, families have defaults of their own.
+  dims.head_size = fields.get<int64_t>(
+      "head_dim", family == "qwen3"   ? 128
+                  : family == "gemma" ? 256
+                                      : 0);
+  dims.qk_norm = family == "qwen3";
+  const bool attention_bias = fields.get<bool>("attention_bias", false);
+  dims.qkv_bias = attention_bias || family == "qwen2";
+  dims.o_bias = attention_bias;
+  dims.mlp_bias = fields.get<bool>("mlp_bias", false);
+  config.longest = fields.get<int64_t>("max_position_embeddings", 0);
+  read_rotary(fields, dims);
+  read_window(fields, family, dims);
+  const auto activation = fields.get<std::string>(
+      "hidden_activation",
+      fields.get<std::string>("hidden_act", dims.gemma ? "gelu_pytorch_tanh" : "silu"));
+  const std::string expected = dims.gemma ? "gelu_pytorch_tanh" : "silu";
+  check_config(
+      activation == expected || (dims.gemma && activation == "gelu"), file, ": the activation \"",
+      activation, "\" is not supported; only \"", expected, "\" is");
+  fields.expect<double>("attention_dropout", 0);
+  fields.expect<bool>("use_bidirectional_attention", false);
+  fields.expect<double>("partial_rotary_factor", 1);
+  fields.check_all_read();
+  return config;
+}
+
+nlohmann::ordered_json hf_config_json(const ModelDims& dims, int64_t longest) {
+  const bool qwen2 = dims.qkv_bias && !dims.o_bias;
+  const std::string family = dims.gemma        ? "gemma"
+                             : dims.qk_norm    ? "qwen3"
+                             : qwen2           ? "qwen2"
+                             : dims.window > 0 ? "mistral"
+                                               : "llama";
+  const auto scaling = RotaryScaling::parse(dims.rotary_scaling);
+  const bool plain_bias = dims.qkv_bias == dims.o_bias;
+  const bool fits = (plain_bias || qwen2) && !(qwen2 && (dims.qk_norm || dims.gemma)) &&
+                    (!dims.mlp_bias || family == "llama") &&
+                    (!dims.o_bias || family == "llama" || family == "qwen3") &&
+                    (dims.window == 0 || family == "qwen2" || family == "qwen3" ||
+                     (family == "mistral" && dims.window_from == 0)) &&
+                    !(dims.gemma && dims.qk_norm);
+  check_config(
+      fits,
+      "no family of models of Hugging Face has all of these options: --qkv-bias, --o-bias, "
+      "--mlp-bias, --qk-norm, --window, --gemma");
+  const std::map<std::string, std::string> classes{
+      {"gemma", "GemmaForCausalLM"},
+      {"llama", "LlamaForCausalLM"},
+      {"mistral", "MistralForCausalLM"},
+      {"qwen2", "Qwen2ForCausalLM"},
+      {"qwen3", "Qwen3ForCausalLM"}};
+  Json json{
+      {"architectures", {classes.at(family)}},
+      {"model_type", family},
+      {"vocab_size", dims.vocab},
+      {"hidden_size", dims.dim},
+      {"intermediate_size", dims.hidden},
+      {"num_hidden_layers", dims.layers},
+      {"num_attention_heads", dims.heads},
+      {"num_key_value_heads", dims.kv_heads},
+      {"head_dim", dims.head_dim()},
+      {"hidden_act", dims.gemma ? "gelu_pytorch_tanh" : "silu"},
+      {"max_position_embeddings", longest},
+      {"rms_norm_eps", dims.norm_eps},
+      {"tie_word_embeddings", dims.tied},
+      {"attention_bias", dims.o_bias},
+      {"rope_theta", dims.rotary_base}};
+  if (family == "llama") {
+    json["mlp_bias"] = dims.mlp_bias;
+  }
+  if (dims.window > 0) {
+    json["sliding_window"] = dims.window;
+    if (family != "mistral") {
+      json["use_sliding_window"] = true;
+      json["max_window_layers"] = dims.window_from;
+    }
+  } else if (family == "mistral") {
+    json["sliding_window"] = nullptr;
+  }
+  if (scaling) {
+    json["rope_scaling"] = Json{
+        {"rope_type", scaling->original > 0 ? "llama3" : "linear"}, {"factor", scaling->factor}};
+    if (scaling->original > 0) {
+      json["rope_scaling"]["low_freq_factor"] = scaling->low;
+      json["rope_scaling"]["high_freq_factor"] = scaling->high;
+      json["rope_scaling"]["original_max_position_embeddings"] = scaling->original;
+    }
+  }
+  return json;
+}
+
+} // namespace fsdp::cli

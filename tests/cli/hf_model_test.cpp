@@ -1,0 +1,287 @@
+// Models of Hugging Face folders, next to what transformers computes with them.
+#include <fsdp/checkpoint.h>
+#include <fsdp/distributed.h>
+#include <fsdp/error.h>
+#include <fsdp/launch.h>
+#include <fsdp/optim.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <map>
+
+#include "cli/config/hf_config.h"
+#include "cli/files.h"
+#include "cli/tiny_run.h"
+#include "cli/train/pretrained.h"
+#include "cli/train/trainer.h"
+#include "support/processes.h"
+#include "support/tensors.h"
+
+namespace fsdp::cli {
+namespace {
+
+using test::contains;
+using test::message_of;
+using test::run;
+using torch::Tensor;
+using Json = nlohmann::ordered_json;
+
+/// The folder that hf_models.py has filled, and the names of its models. Empty without
+/// transformers.
+struct Models {
+  std::string folder;
+  std::vector<std::string> names;
+};
+
+const Models& models() {
+  static const Models made = [] {
+    Models result;
+    const std::string python = FSDP_TEST_PYTHON;
+    if (python.empty() ||
+        test::run_commands({{{python, "-c", "import transformers"}, {}}})[0].exit_code != 0) {
+      return result;
+    }
+    result.folder = test::temporary_folder();
+    const auto ended =
+        test::run_commands({{{python, FSDP_TEST_DIR "/cli/hf_models.py", result.folder}, {}}})[0];
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+    for (const auto& entry : std::filesystem::directory_iterator(result.folder)) {
+      if (entry.path().extension() == ".safetensors") {
+        result.names.push_back(entry.path().stem());
+      }
+    }
+    EXPECT_GE(result.names.size(), 13u) << ended.output;
+    return result;
+  }();
+  return made;
+}
+
+#define SKIP_WITHOUT_TRANSFORMERS()                  \
+  if (models().names.empty()) {                      \
+    GTEST_SKIP() << "transformers is not installed"; \
+  }
+
+/// What transformers found.
+Tensor expected(
+    const std::string& name,
+    const std::string& key,
+    at::IntArrayRef sizes,
+    at::ScalarType dtype = torch::kFloat) {
+  StateDict state;
+  state.insert(key, torch::empty(sizes, dtype));
+  load(state, models().folder + "/" + name + ".safetensors");
+  return std::get<Tensor>(state.at(key));
+}
+
+Tensor rows_of(const std::string& name) {
+  return expected(name, "rows", {4, 33}, torch::kLong);
+}
+
+TrainConfig config_of(const std::string& name, const MeshShape& mesh) {
+  TrainConfig config;
+  config.model = read_hf_config(models().folder + "/" + name).dims;
+  config.mesh = mesh;
+  return config;
+}
+
+Transformer loaded(const TrainConfig& config, const TrainMesh& mesh, const std::string& name) {
+  auto model = build_sharded(config, mesh);
+  to_empty(model, torch::kCPU);
+  load_pretrained(model, models().folder + "/" + name);
+  return model;
+}
+
+Tensor max_difference(const Tensor& a, const Tensor& b) {
+  return (a - b).abs().max();
+}
+
+const std::vector<MeshShape> kMeshes{
+    {}, {.shard = 3}, {.replicate = 2, .shard = 2}, {.shard = 2, .tensor = 2}};
+
+TEST(HfModel, LogitsAndAStepAreThoseOfTransformers) {
+  SKIP_WITHOUT_TRANSFORMERS();
+  for (const auto& name : models().names) {
+    for (const auto& shape : kMeshes) {
+      SCOPED_TRACE(name + " on " + shape.str());
+      run_ranks(static_cast<int>(shape.ranks()), [&](int) {
+        const auto config = config_of(name, shape);
+        const TrainMesh mesh(shape, c10::kCPU);
+        auto model = loaded(config, mesh, name);
+        const auto rows = rows_of(name);
+        const auto logits = model(rows.narrow(1, 0, 32));
+        const auto vocab = config.model.vocab;
+        auto theirs = expected(name, "logits", {4, 32, vocab});
+        if (mesh.tensor) {
+          theirs = theirs.chunk(2, -1)[mesh.tensor->get_local_rank()];
+        }
+        EXPECT_LT(max_difference(logits, theirs).item<float>(), 1e-5);
+
+        const auto targets = rows.narrow(1, 1, 32).flatten();
+        const auto scores = logits.flatten(0, 1);
+        const auto loss = mesh.tensor ? parallel_cross_entropy(scores, targets, *mesh.tensor)
+                                      : torch::nn::functional::cross_entropy(scores, targets);
+        EXPECT_NEAR(loss.item<float>(), expected(name, "loss", {}).item<float>(), 1e-5);
+        loss.backward();
+        optim::AdamW optimizer(
+            model->parameters(), torch::optim::AdamWOptions(1e-3).weight_decay(0.1));
+        for (const auto& item : model->named_parameters()) {
+          const auto grad = as_dtensor_grad(item.value()).full_tensor();
+          const auto reference = expected(name, "grad." + item.key(), grad.sizes());
+          EXPECT_LT(max_difference(grad, reference).item<float>(), 2e-6) << item.key();
+        }
+        optimizer.step();
+        for (const auto& item : model->named_parameters()) {
+          const auto after = as_dtensor(item.value()).full_tensor();
+          const auto reference = expected(name, "after." + item.key(), after.sizes());
+          // AdamW's first step has the size of the learning rate wherever a gradient is not 0.
+          const auto grad = expected(name, "grad." + item.key(), after.sizes());
+          const auto difference = (after - reference).abs().where(grad.abs() > 1e-5, 0);
+          EXPECT_LT(difference.max().item<float>(), 1e-5) << item.key();
+        }
+      });
+    }
+  }
+}
+
+TEST(HfModel, InBf16TheLogitsAreAsGoodAsThoseOfTransformers) {
+  SKIP_WITHOUT_TRANSFORMERS();
+  for (const auto& name : models().names) {
+    SCOPED_TRACE(name);
+    run_ranks(2, [&](int) {
+      auto config = config_of(name, {.shard = 2});
+      config.param_dtype = "bf16";
+      auto model = loaded(config, TrainMesh(*config.mesh, c10::kCPU), name);
+      const torch::NoGradGuard no_grad;
+      const auto logits = model(rows_of(name).narrow(1, 0, 32)).to(torch::kFloat);
+      const auto exact = expected(name, "logits", logits.sizes());
+      const auto theirs = expected(name, "bf16", logits.sizes());
+      const auto error = [&](const Tensor& of) { return (of - exact).square().mean().sqrt(); };
+      EXPECT_LT(error(logits).item<float>(), 1.5 * error(theirs).item<float>());
+      EXPECT_GT(error(logits).item<float>(), 0);
+    });
+  }
+}
+
+// ------------------------------------------------------------ config.json
+
+/// Writes a folder with a config.json of a Llama that `change` has changed.
+template <class Change>
+std::string folder_with(Change change) {
+  Json json{{"model_type", "llama"},    {"vocab_size", 300},
+            {"hidden_size", 64},        {"intermediate_size", 96},
+            {"num_hidden_layers", 2},   {"num_attention_heads", 4},
+            {"num_key_value_heads", 2}, {"max_position_embeddings", 64}};
+  change(json);
+  const auto folder = test::temporary_folder();
+  write_file(folder + "/config.json", json.dump());
+  return folder;
+}
+
+TEST(HfConfig, WhatIsNotSupportedIsNamed) {
+  const auto refused = [](auto change, const std::string& part) {
+    const auto folder = folder_with(change);
+    const auto message = message_of<ConfigError>([&] { read_hf_config(folder); });
+    EXPECT_TRUE(contains(message, part)) << message;
+  };
+  const auto with = [](const char* key, Json value) {
+    return [=](Json& json) { json[key] = value; };
+  };
+  refused(with("model_type", "mamba"), "models of the family \"mamba\" are not supported");
+  refused(with("model_type", "gemma2"), "\"gemma2\" are not supported");
+  refused(with("model_type", Json(nullptr)), "\"model_type\" is missing");
+  refused(with("vocab_size", "many"), "\"vocab_size\" is \"many\", which has the wrong type");
+  refused([](Json& json) { json.erase("hidden_size"); }, "\"hidden_size\" is missing");
+  refused(with("hidden_act", "relu"), "the activation \"relu\" is not supported");
+  refused(with("attention_dropout", 0.1), "\"attention_dropout\" is 0.1, which is not supported");
+  refused(with("num_local_experts", 8), "\"num_local_experts\": 8 is not known here");
+  refused(
+      with("quantization_config", Json{{"bits", 4}}), "\"quantization_config\": {\"bits\":4} is");
+  refused(
+      with("rope_scaling", Json{{"rope_type", "yarn"}, {"factor", 4}}),
+      "rope_type \"yarn\" is not supported");
+  refused(with("rope_scaling", Json{{"type", "linear"}}), "rope_scaling: \"factor\" is missing");
+  refused(
+      with("rope_parameters", Json{{"rope_theta", 1e4}, {"partial_rotary_factor", 0.5}}),
+      "\"partial_rotary_factor\" is 0.5, which is not supported");
+  refused(
+      with("layer_types", Json{"full_attention", "sliding_attention"}),
+      "\"layer_types\" has \"sliding_attention\" for layer 1");
+  const auto folder = test::temporary_folder();
+  EXPECT_TRUE(
+      contains(message_of<ConfigError>([&] { read_hf_config(folder); }), "has no config.json"));
+  write_file(folder + "/config.json", "[1, 2");
+  EXPECT_TRUE(contains(message_of<ConfigError>([&] { read_hf_config(folder); }), "it is not JSON"));
+}
+
+TEST(HfConfig, WhatIsWrittenIsReadAgain) {
+  SKIP_WITHOUT_TRANSFORMERS();
+  for (const auto& name : models().names) {
+    SCOPED_TRACE(name);
+    const auto read = read_hf_config(models().folder + "/" + name);
+    const auto folder = test::temporary_folder();
+    write_file(folder + "/config.json", hf_config_json(read.dims, read.longest).dump());
+    const auto again = read_hf_config(folder);
+    EXPECT_EQ(hf_config_json(again.dims, again.longest), hf_config_json(read.dims, read.longest));
+    EXPECT_EQ(again.dims.head_dim(), read.dims.head_dim());
+    EXPECT_EQ(again.dims.window_from, read.dims.window_from);
+    EXPECT_EQ(again.dims.qkv_bias, read.dims.qkv_bias);
+    EXPECT_EQ(again.dims.rotary_scaling, read.dims.rotary_scaling);
+    EXPECT_EQ(again.longest, 64);
+  }
+}
+
+// ------------------------------------------------------------ Weights
+
+TEST(HfModel, WeightsThatDoNotFitAreNamed) {
+  SKIP_WITHOUT_TRANSFORMERS();
+  const auto message = [](const std::string& name, auto change) {
+    std::string found;
+    run_ranks(1, [&](int) {
+      auto config = config_of(name, {});
+      change(config.model);
+      auto model = build_sharded(config, TrainMesh({}, c10::kCPU));
+      to_empty(model, torch::kCPU);
+      found = message_of<c10::Error>([&] { load_pretrained(model, models().folder + "/" + name); });
+    });
+    return found;
+  };
+  EXPECT_TRUE(contains(
+      message("qwen2", [](ModelDims& dims) { dims.qkv_bias = false; }),
+      "has no 'model.layers.0.self_attn.k_proj.bias', which model"));
+  EXPECT_TRUE(
+      contains(message("llama", [](ModelDims& dims) { dims.qk_norm = true; }), "q_norm.weight"));
+  EXPECT_TRUE(
+      contains(message("llama", [](ModelDims& dims) { dims.hidden = 128; }), "_proj.weight"));
+  EXPECT_TRUE(
+      contains(message("llama", [](ModelDims& dims) { dims.layers = 2; }), "'model.layers.2."));
+}
+
+// ------------------------------------------------------------ The tool
+
+TEST(HfModel, TrainStartsFromAFolder) {
+  SKIP_WITHOUT_TRANSFORMERS();
+  const auto text = test::text_file();
+  const auto run_folder = test::temporary_folder() + "/run";
+  const std::vector<std::string> words{"train",   "--from",    models().folder + "/qwen3",
+                                       "--data",  text,        "--ranks",
+                                       "2",       "--context", "32",
+                                       "--batch", "4",         "--steps",
+                                       "3",       "--run",     run_folder};
+  const auto trained = run(words);
+  EXPECT_EQ(trained.exit_code, 0) << trained.output;
+  auto resumed = run({"train", "--resume", run_folder, "--steps", "5"});
+  EXPECT_EQ(resumed.exit_code, 0) << resumed.output;
+
+  const auto refused = [&](std::vector<std::string> more, const std::string& part) {
+    std::vector<std::string> all{"train", "--dry-run", "--from", models().folder + "/qwen3"};
+    all.insert(all.end(), more.begin(), more.end());
+    const auto ended = run(all);
+    EXPECT_EQ(ended.exit_code, 2) << ended.output;
+    EXPECT_TRUE(contains(ended.output, part)) << ended.output;
+  };
+  refused({"--dim", "128"}, "--dim 128: the model of --from has --dim 64; leave it out");
+  refused({"--context", "65"}, "--context 65: the model of --from takes 64 tokens at most");
+}
+
+} // namespace
+} // namespace fsdp::cli

@@ -1,0 +1,111 @@
+"""Writes folders of small models with random weights, as transformers saves them, and what
+transformers computes with them. The test reads both."""
+
+import json
+import sys
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+SIZES = dict(
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def rope(base, **scaling):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": base, **scaling}}
+
+
+CASES = {
+    "llama": transformers.LlamaConfig(**SIZES, **rope(50000.0)),
+    "llama-tied": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama-biases": transformers.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-3),
+    "llama-wide-heads": transformers.LlamaConfig(**SIZES, head_dim=32),
+    "llama3.1": transformers.LlamaConfig(**SIZES, **rope(500.0, **LLAMA3)),
+    "llama-linear": transformers.LlamaConfig(**SIZES, **rope(500.0, rope_type="linear", factor=3.0)),
+    "mistral": transformers.MistralConfig(**SIZES, head_dim=16, sliding_window=7),
+    "mistral-no-window": transformers.MistralConfig(**SIZES, head_dim=24, sliding_window=None),
+    "qwen2": transformers.Qwen2Config(**SIZES),
+    "qwen2-window": transformers.Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=24, tie_word_embeddings=True),
+    "qwen3-biases": transformers.Qwen3Config(**SIZES, head_dim=16, attention_bias=True),
+    # No padding token: PyTorch gives it no gradient as an input, and rows of text have none.
+    "gemma": transformers.GemmaConfig(**SIZES, head_dim=32, pad_token_id=None),
+}
+
+
+def with_old_fields(config):
+    """config.json as transformers before version 5 wrote it."""
+    parameters = config.pop("rope_parameters")
+    config["rope_theta"] = parameters.pop("rope_theta")
+    config["torch_dtype"] = config.pop("dtype", "float32")
+    config.pop("layer_types", None)
+    if parameters["rope_type"] != "default":
+        config["rope_scaling"] = parameters
+    return config
+
+
+def main(out):
+    torch.set_num_threads(1)
+    for number, (name, config) in enumerate(CASES.items()):
+        torch.manual_seed(number)
+        config._attn_implementation = "eager"
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for key, param in model.named_parameters():
+                param.normal_(1 if "norm" in key and name != "gemma" else 0, 0.1)
+        folder = f"{out}/{name}"
+        # Several files for one model, and one for the next.
+        model.save_pretrained(folder, max_shard_size="60KB" if number % 2 == 0 else "5GB")
+        if number % 3 == 0:
+            path = f"{folder}/config.json"
+            with open(path) as file:
+                fields = with_old_fields(json.load(file))
+            with open(path, "w") as file:
+                json.dump(fields, file)
+
+        rows = torch.randint(config.vocab_size, (4, 33))
+        tokens, targets = rows[:, :-1], rows[:, 1:]
+        found = {"rows": rows}
+
+        def loss_of(model):
+            logits = model(tokens).logits
+            return logits, torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+        logits, loss = loss_of(model)
+        found["logits"] = logits.detach()
+        found["loss"] = loss.detach()
+        loss.backward()
+        params = {key.removeprefix("model."): param for key, param in model.named_parameters()}
+        for key, param in params.items():
+            found["grad." + key] = param.grad.clone()
+        torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1).step()
+        for key, param in params.items():
+            found["after." + key] = param.detach().clone()
+        half = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            found["bf16"] = half(tokens).logits.float()
+        save_file({key: value.contiguous() for key, value in found.items()}, f"{out}/{name}.safetensors")
+    print(" ".join(CASES))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
