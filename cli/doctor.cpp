@@ -174,7 +174,7 @@ void look_at_system(Findings& findings) {
 void look_at_text(Findings& findings) {
   try {
     const auto corpus = Corpus::libtorch_headers();
-    findings.good("text", c10::str(corpus.name(), ", ", decimal_count(corpus.train_bytes(), "B")));
+    findings.good("text", c10::str(corpus.name(), ", ", decimal_count(corpus.num_train(), "B")));
   } catch (const c10::Error& error) {
     findings.missing("text", error.what_without_backtrace());
   }

@@ -1,11 +1,11 @@
 #include "cli/train/corpus.h"
 
 #include <dlfcn.h>
+#include <glob.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
@@ -99,30 +99,66 @@ uint64_t splitmix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-void copy_row(torch::Tensor& rows, int64_t row, const std::string& text, int64_t start) {
-  auto* out = rows.data_ptr<int64_t>() + row * rows.size(1);
-  for (int64_t i = 0; i < rows.size(1); ++i) {
-    out[i] = static_cast<unsigned char>(text[start + i]);
+/// Puts [0, size) into an order that looks random: returns what comes at `index`. A Feistel network
+/// permutes the next power of four; numbers beyond `size` are permuted again until one is inside.
+int64_t permuted(int64_t index, int64_t size, uint64_t key) {
+  int bits = 1; // of each half
+  while ((int64_t{1} << (2 * bits)) < size) {
+    ++bits;
   }
+  const auto mask = (uint64_t{1} << bits) - 1;
+  auto number = static_cast<uint64_t>(index);
+  do {
+    auto left = number >> bits;
+    auto right = number & mask;
+    for (uint64_t round = 0; round < 4; ++round) {
+      left = std::exchange(right, left ^ (splitmix64(key + 4 * right + round) & mask));
+    }
+    number = left << bits | right;
+  } while (number >= static_cast<uint64_t>(size));
+  return static_cast<int64_t>(number);
 }
 
-std::array<double, 256> count_bytes(const std::string& text) {
-  std::array<double, 256> counts{};
-  for (const char c : text) {
-    ++counts[static_cast<unsigned char>(c)];
+/// The files that a pattern finds, in the order of their names.
+std::vector<std::string> matching_files(const std::string& pattern) {
+  glob_t found{};
+  std::vector<std::string> files;
+  if (glob(pattern.c_str(), 0, nullptr, &found) == 0) {
+    files.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
   }
-  return counts;
+  globfree(&found);
+  check_config(!files.empty(), "--data: ", pattern, " finds no file");
+  for (const auto& file : files) {
+    check_config(
+        is_token_file(file), "--data: ", pattern, " finds ", file,
+        ", which is no file of tokens (.bin or .npy)");
+  }
+  return files;
 }
+
+constexpr int64_t kCheckedTokens = 1 << 26; // before the first step
+constexpr int64_t kSampledTokens = 1 << 22; // to count them
 
 } // namespace
 
-Corpus Corpus::read(const std::string& path) {
+Corpus Corpus::read(const std::string& path, RawTokens raw, int64_t vocab) {
+  const auto open_tokens = [&](const std::vector<std::string>& files) {
+    Corpus corpus(open_token_files(files, raw, vocab), path, static_cast<int64_t>(files.size()));
+    for (const auto part : {Part::train, Part::held_out}) {
+      corpus.sample(part, kCheckedTokens, [](const auto&) {}); // reading checks them
+    }
+    return corpus;
+  };
+  const bool is_pattern = path.find_first_of("*?[") != std::string::npos;
+  if (is_pattern && access(path.c_str(), F_OK) != 0) {
+    return open_tokens(matching_files(path));
+  }
   check_config(access(path.c_str(), F_OK) == 0, "--data: there is no file or folder ", path);
   if (is_folder(path)) {
     return read_folder(path, path);
   }
   check_config(is_file(path), "--data: ", path, " is neither a file nor a folder");
-  return Corpus(read_text(path), path);
+  return is_token_file(path) ? open_tokens({path}) : Corpus(read_text(path), path);
 }
 
 Corpus Corpus::libtorch_headers() {
@@ -136,26 +172,65 @@ Corpus Corpus::libtorch_headers() {
       FSDP_TORCH_INCLUDE, "; give a text of your own with --data");
 }
 
-Corpus::Corpus(const std::string& text, std::string name, int64_t num_files)
-    : name_(std::move(name)), num_files_(num_files) {
-  const auto size = static_cast<int64_t>(text.size());
-  const auto block = std::clamp<int64_t>(size / kHeldOutEvery, 1, kLongestBlock);
-  for (int64_t start = 0, number = 1; start < size; start += block, ++number) {
-    auto& part = number % kHeldOutEvery == 0 ? held_out_ : train_;
-    part.append(text, start, block);
+Corpus::Corpus(std::string text, std::string name, int64_t num_files)
+    : Corpus(std::make_shared<TextSource>(std::move(text)), std::move(name), num_files) {
+  text_ = std::static_pointer_cast<const TextSource>(source_);
+}
+
+Corpus::Corpus(std::shared_ptr<TokenSource> tokens, std::string name, int64_t num_files)
+    : name_(std::move(name)), num_files_(num_files), source_(std::move(tokens)) {
+  const auto size = source_->size();
+  block_ = std::clamp<int64_t>(size / kHeldOutEvery, 1, kLongestBlock);
+  for (auto start = (kHeldOutEvery - 1) * block_; start < size; start += kHeldOutEvery * block_) {
+    num_held_out_ += std::min(block_, size - start);
+  }
+}
+
+void Corpus::read_part(Part part, int64_t start, int64_t count, int64_t* out) const {
+  while (count > 0) {
+    const auto number = start / block_;
+    // Of kHeldOutEvery blocks, all but the last are for training.
+    const auto block = part == Part::train ? number + number / (kHeldOutEvery - 1)
+                                           : kHeldOutEvery * number + kHeldOutEvery - 1;
+    const auto here = std::min(count, block_ - start % block_);
+    source_->read(block * block_ + start % block_, here, out);
+    start += here;
+    count -= here;
+    out += here;
+  }
+}
+
+void Corpus::sample(
+    Part part,
+    int64_t most,
+    const std::function<void(const std::vector<int64_t>& tokens)>& visit) const {
+  constexpr int64_t kStretch = 1 << 12;
+  const auto num_stretches = (size_of(part) + kStretch - 1) / kStretch;
+  const auto wanted = std::max<int64_t>(1, (most + kStretch - 1) / kStretch);
+  const auto step = std::max<int64_t>(1, (num_stretches + wanted - 1) / wanted);
+  std::vector<int64_t> tokens;
+  for (int64_t i = 0; i < num_stretches; i += step) {
+    tokens.resize(static_cast<size_t>(std::min(kStretch, size_of(part) - i * kStretch)));
+    read_part(part, i * kStretch, static_cast<int64_t>(tokens.size()), tokens.data());
+    visit(tokens);
   }
 }
 
 std::string Corpus::fingerprint() const {
   uint64_t hash = 0;
-  for (const auto* text : {&train_, &held_out_}) {
-    hash = splitmix64(hash ^ text->size());
-    uint64_t word = 0;
-    for (size_t at = 0; at < text->size(); at += sizeof(word)) {
-      word = 0;
-      std::memcpy(&word, text->data() + at, std::min(sizeof(word), text->size() - at));
-      hash = splitmix64(hash ^ word);
-    }
+  for (const auto part : {Part::train, Part::held_out}) {
+    hash = splitmix64(hash ^ static_cast<uint64_t>(size_of(part)));
+    const auto most = is_text() ? size_of(part) : kSampledTokens;
+    const size_t in_word = is_text() ? 8 : 1; // tokens
+    sample(part, most, [&](const std::vector<int64_t>& tokens) {
+      for (size_t at = 0; at < tokens.size(); at += in_word) {
+        uint64_t word = 0;
+        for (size_t i = 0; i < in_word && at + i < tokens.size(); ++i) {
+          word |= static_cast<uint64_t>(tokens[at + i]) << (8 * i);
+        }
+        hash = splitmix64(hash ^ word);
+      }
+    });
   }
   char hex[17];
   std::snprintf(hex, sizeof(hex), "%016llx", static_cast<unsigned long long>(hash));
@@ -163,24 +238,35 @@ std::string Corpus::fingerprint() const {
 }
 
 void Corpus::check_context(int64_t context) const {
-  const auto least = std::min(train_bytes(), held_out_bytes());
+  const auto least = std::min(num_train(), num_held_out());
   check_config(
-      least > 1, "--data: ", name_, " is too short: it has ", train_bytes() + held_out_bytes(),
-      " bytes, and --context ", context, " needs about ", kHeldOutEvery * (context + 1));
+      least > 1, "--data: ", name_, " is too short: it has ", source_->size(), " ", unit(),
+      ", and --context ", context, " needs about ", kHeldOutEvery * (context + 1));
   check_config(
       least > context, "--context ", context, ": ", name_, " has too little text for it (",
-      train_bytes(), " bytes to train on, ", held_out_bytes(),
+      num_train(), " ", unit(), " to train on, ", num_held_out(),
       " held out); give more with --data, or a --context below ", least);
 }
 
-torch::Tensor Corpus::train_rows(
-    uint64_t seed, int64_t step, int64_t first, int64_t count, int64_t context) const {
+torch::Tensor Corpus::train_rows(const BatchOf& batch, int64_t first, int64_t count) const {
+  const auto context = batch.context;
   auto rows = torch::empty({count, context + 1}, torch::kLong);
-  const auto key = splitmix64(splitmix64(seed) + static_cast<uint64_t>(step));
-  const auto num_starts = static_cast<uint64_t>(train_bytes() - context);
+  const auto key = splitmix64(splitmix64(batch.seed) + static_cast<uint64_t>(batch.step));
+  const auto num_starts = static_cast<uint64_t>(num_train() - context);
+  const auto rows_per_epoch = (num_train() - 1) / context; // a row's last token begins the next
   for (int64_t row = 0; row < count; ++row) {
-    const auto start = splitmix64(key + static_cast<uint64_t>(first + row)) % num_starts;
-    copy_row(rows, row, train_, static_cast<int64_t>(start));
+    int64_t start = 0;
+    if (is_text()) {
+      start =
+          static_cast<int64_t>(splitmix64(key + static_cast<uint64_t>(first + row)) % num_starts);
+    } else {
+      const auto number = batch.step * batch.rows + first + row;
+      const auto epoch = static_cast<uint64_t>(number / rows_per_epoch);
+      start = context * permuted(
+                            number % rows_per_epoch, rows_per_epoch,
+                            splitmix64(splitmix64(batch.seed) ^ epoch));
+    }
+    read_part(Part::train, start, context + 1, rows[row].data_ptr<int64_t>());
   }
   return rows;
 }
@@ -188,34 +274,57 @@ torch::Tensor Corpus::train_rows(
 torch::Tensor Corpus::held_out_rows(
     int64_t first, int64_t count, int64_t total, int64_t context) const {
   auto rows = torch::empty({count, context + 1}, torch::kLong);
-  const auto last_start = held_out_bytes() - context - 1;
+  const auto last_start = num_held_out() - context - 1;
   for (int64_t row = 0; row < count; ++row) {
-    copy_row(rows, row, held_out_, last_start * (first + row) / std::max<int64_t>(1, total - 1));
+    const auto start = last_start * (first + row) / std::max<int64_t>(1, total - 1);
+    read_part(Part::held_out, start, context + 1, rows[row].data_ptr<int64_t>());
   }
   return rows;
 }
 
+std::string Corpus::held_out_text() const {
+  std::string text;
+  sample(Part::held_out, num_held_out(), [&](const std::vector<int64_t>& tokens) {
+    text.append(tokens.begin(), tokens.end());
+  });
+  return text;
+}
+
 std::string Corpus::prompt() const {
-  for (size_t start = held_out_.find('\n') + 1; start < held_out_.size();) {
-    const auto end = std::min(held_out_.find('\n', start), held_out_.size());
+  const auto text = held_out_text();
+  for (size_t start = text.find('\n') + 1; start < text.size();) {
+    const auto end = std::min(text.find('\n', start), text.size());
     if (end - start >= 16 && end - start < 64) {
-      return held_out_.substr(start, (end - start) / 2);
+      return text.substr(start, (end - start) / 2);
     }
     start = end + 1;
   }
-  return held_out_.substr(0, 16);
+  return text.substr(0, 16);
 }
 
-double Corpus::byte_frequency_loss() const {
-  const auto known = count_bytes(train_);
-  const auto asked = count_bytes(held_out_);
+double Corpus::frequency_loss() const {
+  const auto most = is_text() ? source_->size() : kSampledTokens;
+  std::vector<double> known(256); // how often each token was seen
+  double num_known = 0;
+  sample(Part::train, most, [&](const std::vector<int64_t>& tokens) {
+    num_known += static_cast<double>(tokens.size());
+    for (const auto token : tokens) {
+      known.resize(std::max(known.size(), static_cast<size_t>(token) + 1));
+      ++known[static_cast<size_t>(token)];
+    }
+  });
   double loss = 0;
-  for (size_t byte = 0; byte < known.size(); ++byte) {
-    // Adds one to each count, so that no byte has probability 0.
-    const auto probability = (known[byte] + 1) / (static_cast<double>(train_bytes()) + 256);
-    loss -= asked[byte] * std::log(probability);
-  }
-  return loss / static_cast<double>(held_out_bytes());
+  double num_asked = 0;
+  sample(Part::held_out, most, [&](const std::vector<int64_t>& tokens) {
+    num_asked += static_cast<double>(tokens.size());
+    for (const auto token : tokens) {
+      const auto at = static_cast<size_t>(token);
+      const auto count = at < known.size() ? known[at] : 0;
+      // Adds one to each count, so that no token has probability 0.
+      loss -= std::log((count + 1) / (num_known + static_cast<double>(known.size())));
+    }
+  });
+  return loss / num_asked;
 }
 
 } // namespace fsdp::cli

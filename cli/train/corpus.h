@@ -3,27 +3,53 @@
 #include <torch/types.h>
 
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
+#include <vector>
+
+#include "cli/train/token_source.h"
 
 namespace fsdp::cli {
 
-/// A text as bytes. Most of it is for training, and a part is held out. The text never changes, so
-/// that ranks that are threads can share it.
+/// What decides the rows of a batch.
+struct BatchOf {
+  uint64_t seed = 0;
+  int64_t step = 0;
+  int64_t rows = 0; // of all ranks together
+  int64_t context = 0;
+};
+
+/// A text as bytes, or files of tokens. Most of it is for training, and a part is held out. It
+/// never changes, so that ranks that are threads can share it.
 ///
 /// Note [Held-out text]
-/// The text is cut into at least 20 equal blocks of at most 64 KiB. Every twentieth block is held
-/// out. The held-out blocks come from all over the text and are the same for every seed and model.
+/// The text is cut into at least 20 equal blocks of at most 64 Ki tokens. Every twentieth block is
+/// held out. The held-out blocks come from all over the text and are the same for every seed and
+/// model.
 class Corpus {
  public:
-  /// Reads a file, or all text files below a folder in the order of their names. Leaves out hidden
-  /// files, files that contain a zero byte, because they are not text, and the folders of runs.
-  /// Throws ConfigError with a message that names --data.
-  static Corpus read(const std::string& path);
+  /// Reads a file of text, or all text files below a folder in the order of their names. Leaves out
+  /// hidden files, files that contain a zero byte, because they are not text, and the folders of
+  /// runs. Opens a file of tokens, or all that a pattern such as "part_*.bin" finds, in the order
+  /// of their names; see `open_token_files`. Throws ConfigError with a message that names --data.
+  static Corpus read(
+      const std::string& path, RawTokens raw = RawTokens::uint16, int64_t vocab = 256);
   /// The C++ headers of the LibTorch that this process has loaded. If they are not there, those of
   /// the LibTorch that the tool was built with.
   static Corpus libtorch_headers();
 
-  explicit Corpus(const std::string& text, std::string name = "text", int64_t num_files = 1);
+  explicit Corpus(std::string text, std::string name = "text", int64_t num_files = 1);
+  Corpus(std::shared_ptr<TokenSource> tokens, std::string name, int64_t num_files);
+
+  /// False for files of tokens.
+  bool is_text() const {
+    return text_ != nullptr;
+  }
+  /// "bytes" or "tokens".
+  const char* unit() const {
+    return is_text() ? "bytes" : "tokens";
+  }
 
   const std::string& name() const {
     return name_;
@@ -31,40 +57,57 @@ class Corpus {
   int64_t num_files() const {
     return num_files_;
   }
-  int64_t train_bytes() const {
-    return static_cast<int64_t>(train_.size());
+  /// How many tokens there are to train on, and how many are held out. In a text, bytes are tokens.
+  int64_t num_train() const {
+    return source_->size() - num_held_out_;
   }
-  int64_t held_out_bytes() const {
-    return static_cast<int64_t>(held_out_.size());
+  int64_t num_held_out() const {
+    return num_held_out_;
   }
 
-  /// A hash of the text, the same on every machine.
+  /// A hash of the text, or of samples from the files of tokens. The same on every machine.
   std::string fingerprint() const;
 
-  /// Throws ConfigError if there is too little text for rows of `context` bytes.
+  /// Throws ConfigError if there is too little text for rows of `context` tokens.
   void check_context(int64_t context) const;
 
-  /// Rows [first, first + count) of the batch of `step`, as int64 of shape (count, context + 1).
-  /// Each row depends only on seed, step and the row's number, so that the batches are the same for
-  /// any number of ranks.
-  torch::Tensor train_rows(
-      uint64_t seed, int64_t step, int64_t first, int64_t count, int64_t context) const;
+  /// Rows [first, first + count) of a batch, as int64 of shape (count, context + 1). They depend
+  /// only on the batch and the rows' numbers, so that batches are the same for any number of ranks.
+  /// Rows of text begin anywhere. Files of tokens are cut into rows, and each epoch has all of
+  /// them, in another order.
+  torch::Tensor train_rows(const BatchOf& batch, int64_t first, int64_t count) const;
 
   /// Rows [first, first + count) of `total` rows that are spread evenly over the held-out text.
   torch::Tensor held_out_rows(int64_t first, int64_t count, int64_t total, int64_t context) const;
 
-  /// A prompt for a sample: half a line of the held-out text.
+  /// A prompt for a sample: half a line of the held-out text. Not for files of tokens.
   std::string prompt() const;
 
-  /// The loss on the held-out text of a model that only knows how frequent each byte is in the
-  /// training text. A useful model must have a lower loss.
-  double byte_frequency_loss() const;
+  /// The loss on the held-out text of a model that only knows how frequent each token is in the
+  /// training text. A useful model must have a lower loss. Takes samples from files of tokens.
+  double frequency_loss() const;
 
  private:
+  enum class Part : std::uint8_t { train, held_out };
+
+  int64_t size_of(Part part) const {
+    return part == Part::train ? num_train() : num_held_out();
+  }
+  /// Copies tokens [start, start + count) of a part.
+  void read_part(Part part, int64_t start, int64_t count, int64_t* out) const;
+  /// Calls `visit(tokens)` with stretches of a part, up to `most` tokens that are spread over it.
+  void sample(
+      Part part,
+      int64_t most,
+      const std::function<void(const std::vector<int64_t>& tokens)>& visit) const;
+  std::string held_out_text() const;
+
   std::string name_;
   int64_t num_files_;
-  std::string train_;
-  std::string held_out_;
+  std::shared_ptr<const TextSource> text_; // null for files of tokens
+  std::shared_ptr<const TokenSource> source_;
+  int64_t block_ = 1; // tokens
+  int64_t num_held_out_ = 0;
 };
 
 } // namespace fsdp::cli

@@ -35,7 +35,7 @@ struct StepRecord {
 struct Validation {
   int64_t step = 0;
   double loss = 0;
-  double byte_frequency_loss = 0; // see Corpus::byte_frequency_loss
+  double byte_frequency_loss = 0; // see Corpus::frequency_loss
 };
 
 /// What an interruption has cost a run that was resumed.

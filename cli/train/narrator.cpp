@@ -104,17 +104,23 @@ void Narrator::plan(
   screen_.labelled(
       "run", c10::str(
                  plural(config.steps, "step"), " of ", config.batch, " x ", config.context, " = ",
-                 config.batch * config.context, " tokens (bytes), seed ", config.seed,
-                 config.optimizer == "muon" ? ", by Muon" : ""));
+                 config.batch * config.context,
+                 is_token_file(options_.identity.data) ? " tokens" : " tokens (bytes)", ", seed ",
+                 config.seed, config.optimizer == "muon" ? ", by Muon" : ""));
 }
 
 void Narrator::text(const Corpus& corpus) {
+  const auto size = [&](int64_t count) {
+    return corpus.is_text() ? decimal_count(count, "B")
+           : count < 1000   ? plural(count, "token")
+                            : decimal_count(count, "") + " tokens";
+  };
   if (to_people()) {
     screen_.labelled(
-        "text", c10::str(
-                    corpus.name(), ": ", plural(corpus.num_files(), "file"), ", ",
-                    decimal_count(corpus.train_bytes(), "B"), " to train on and ",
-                    decimal_count(corpus.held_out_bytes(), "B"), " held out"));
+        "text",
+        c10::str(
+            corpus.name(), ": ", plural(corpus.num_files(), "file"), ", ", size(corpus.num_train()),
+            " to train on and ", size(corpus.num_held_out()), " held out"));
   }
 }
 
@@ -211,7 +217,8 @@ void Narrator::result(const RunResult& result) {
                       "loss ", fixed(result.first_loss, 4), " -> ", fixed(result.last_loss, 4),
                       " (last ", plural(result.num_last, "step"), "), validation loss ",
                       fixed(result.validation.loss, 4),
-                      " (byte frequencies alone: ", fixed(result.validation.byte_frequency_loss, 4),
+                      is_token_file(options_.identity.data) ? " (token" : " (byte",
+                      " frequencies alone: ", fixed(result.validation.byte_frequency_loss, 4),
                       "), ", fixed(result.seconds, 1), " s"));
   }
 }

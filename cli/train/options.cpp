@@ -36,6 +36,7 @@ template <class Visit>
 void for_each_folder_option(Visit visit) {
   visit("reshard-after-forward", [](auto& options) -> auto& { return options.reshard; });
   visit("device", [](auto& options) -> auto& { return options.device; });
+  visit("token-dtype", [](auto& options) -> auto& { return options.token_dtype; });
   visit("processes", [](auto& options) -> auto& { return options.processes; });
   visit("validate-every", [](auto& options) -> auto& { return options.validate_every; });
   visit("keep", [](auto& options) -> auto& { return options.keep.keep; });
@@ -89,7 +90,13 @@ void add_training_options(CLI::App& command, TrainOptions& options) {
   add("--steps", config.steps, "Number of updates");
   add("--batch", config.batch, "Rows of text per update, of all ranks together");
   add("--context", config.context, "Bytes per row");
-  add("--data", options.identity.data, "File or folder of text [LibTorch's C++ headers]");
+  add("--data", options.identity.data,
+      "File or folder of text, or files of tokens: .bin or .npy, or a pattern for several "
+      "[LibTorch's C++ headers]");
+  add("--token-dtype", options.token_dtype,
+      "What a .bin file without a header holds: uint16, uint32 or auto, which means uint32 if "
+      "--vocab does not fit into 16 bits")
+      ->check(CLI::IsMember({"auto", "uint16", "uint32"}));
   add("--seed", config.seed, "Seed of weights, batches and sample");
   add("--lr", config.schedule.lr, "Highest learning rate; 0.01 with --optimizer muon");
   add("--schedule", config.schedule.kind, "Decay of the learning rate after the warm-up")

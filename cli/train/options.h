@@ -22,7 +22,8 @@ struct TrainOptions {
   std::string mesh;
   std::string reshard = "auto";
   std::string device = "auto";
-  bool processes = false; // start one process per rank
+  std::string token_dtype = "auto"; // of .bin files without a header
+  bool processes = false;           // start one process per rank
   bool quiet = false;
   bool json = false;
   bool dry_run = false;

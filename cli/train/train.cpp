@@ -74,7 +74,7 @@ Validation validate(Trainer& trainer, int64_t step) {
   return {
       .step = step,
       .loss = trainer.validation_loss(),
-      .byte_frequency_loss = trainer.corpus().byte_frequency_loss()};
+      .byte_frequency_loss = trainer.corpus().frequency_loss()};
 }
 
 /// Trains until the run is done, or until the ranks agree to stop because of a signal.
@@ -136,7 +136,7 @@ void show_result(
        .num_last = run.num_last(),
        .validation = validation,
        .seconds = seconds});
-  if (narrator.wants_sample()) { // generating is collective
+  if (narrator.wants_sample() && trainer.corpus().is_text()) { // generating is collective
     const auto prompt = trainer.corpus().prompt();
     const auto text = trainer.generate(prompt, kSampleBytes);
     if (trainer.stop() == 0) {
@@ -204,13 +204,21 @@ int train_rank(
   return trainer.stop() == 0 ? 0 : 128 + trainer.stop();
 }
 
+Corpus read_corpus(const TrainOptions& options) {
+  const auto vocab = options.identity.config.model.vocab;
+  const auto& dtype = options.token_dtype;
+  // A vocabulary that 16 bits cannot hold needs 32.
+  const bool wide = dtype == "auto" ? vocab > (1 << 16) : dtype == "uint32";
+  return Corpus::read(options.identity.data, wide ? RawTokens::uint32 : RawTokens::uint16, vocab);
+}
+
 /// Prints the plan of a run. Builds the model on the meta device, as rank 0 of a fake world.
 int dry_run(TrainOptions& options) {
   const auto mesh = resolve_mesh(options, std::nullopt, std::nullopt);
   auto& config = options.identity.config;
   std::optional<Corpus> corpus; // not the default text: it takes a while to read
   if (!options.identity.data.empty()) {
-    corpus = Corpus::read(options.identity.data);
+    corpus = read_corpus(options);
     corpus->check_context(config.context);
   }
   const ScopedProcessGroup joined(
@@ -240,7 +248,7 @@ std::map<std::string, std::string> shared_settings(
     settings["--" + name] = value.dump();
   }
   settings["the text of --data"] = c10::str(
-      corpus.train_bytes() + corpus.held_out_bytes(), " bytes with the hash ",
+      corpus.num_train() + corpus.num_held_out(), " ", corpus.unit(), " with the hash ",
       corpus.fingerprint());
   settings["the checkpoint to resume from"] =
       saved && saved->has_checkpoint ? saved->path.filename().string() : "none";
@@ -329,8 +337,7 @@ int train(TrainOptions options) {
       become_launcher(options);
     }
   }
-  const auto corpus =
-      identity.data.empty() ? Corpus::libtorch_headers() : Corpus::read(identity.data);
+  const auto corpus = identity.data.empty() ? Corpus::libtorch_headers() : read_corpus(options);
   corpus.check_context(config.context);
   identity.data = identity.data.empty() ? "" : real_path(identity.data);
   identity.fingerprint = corpus.fingerprint();

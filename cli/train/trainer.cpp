@@ -185,8 +185,8 @@ StepResult Trainer::step(int64_t step) {
   reset_peak_memory_stats(device_);
   StepResult result;
   const auto [first, count] = my_rows();
-  const auto loss =
-      accumulate(corpus_.train_rows(config_.seed, step, first, count, config_.context));
+  const auto loss = accumulate(corpus_.train_rows(
+      {static_cast<uint64_t>(config_.seed), step, config_.batch, config_.context}, first, count));
   result.loss = average(loss.view({1}))[0];
   if (!std::isfinite(result.loss)) {
     const auto param = first_non_finite(/*gradients=*/false);

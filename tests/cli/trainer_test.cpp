@@ -33,18 +33,18 @@ using test::message_of;
 
 TEST(Corpus, EveryNumberOfRanksSeesTheSameBatches) {
   const Corpus corpus(sample_text());
-  const auto whole = corpus.train_rows(7, 3, 0, 8, 16);
+  const auto whole = corpus.train_rows({7, 3, 8, 16}, 0, 8);
   EXPECT_EQ(whole.sizes(), (std::vector<int64_t>{8, 17}));
   for (const int64_t ranks : {2, 4, 8}) {
     SCOPED_TRACE_OF(ranks);
     std::vector<torch::Tensor> parts;
     for (int64_t rank = 0; rank < ranks; ++rank) {
-      parts.push_back(corpus.train_rows(7, 3, rank * 8 / ranks, 8 / ranks, 16));
+      parts.push_back(corpus.train_rows({7, 3, 8, 16}, rank * 8 / ranks, 8 / ranks));
     }
     EXPECT_SAME(torch::cat(parts), whole);
   }
-  EXPECT_FALSE(corpus.train_rows(7, 4, 0, 8, 16).equal(whole));
-  EXPECT_FALSE(corpus.train_rows(8, 3, 0, 8, 16).equal(whole));
+  EXPECT_FALSE(corpus.train_rows({7, 4, 8, 16}, 0, 8).equal(whole));
+  EXPECT_FALSE(corpus.train_rows({8, 3, 8, 16}, 0, 8).equal(whole));
 }
 
 TEST(Corpus, HoldsOutATwentiethFromAllOverTheText) {
@@ -53,8 +53,8 @@ TEST(Corpus, HoldsOutATwentiethFromAllOverTheText) {
     text += std::string(64 << 10, static_cast<char>('A' + i));
   }
   const Corpus corpus(text);
-  EXPECT_EQ(corpus.train_bytes(), 38 * (64 << 10));
-  EXPECT_EQ(corpus.held_out_bytes(), 2 * (64 << 10));
+  EXPECT_EQ(corpus.num_train(), 38 * (64 << 10));
+  EXPECT_EQ(corpus.num_held_out(), 2 * (64 << 10));
   const auto rows = corpus.held_out_rows(0, 4, 4, 8);
   EXPECT_TRUE(rows.slice(0, 0, 2).eq('A' + 19).all().item<bool>());
   EXPECT_TRUE(rows.slice(0, 2, 4).eq('A' + 39).all().item<bool>());
@@ -65,7 +65,7 @@ TEST(Corpus, KnowsTheLossOfByteFrequencies) {
   for (int i = 0; i < 40000; ++i) {
     text += i % 2 == 0 ? "a" : "b";
   }
-  EXPECT_NEAR(Corpus(text).byte_frequency_loss(), std::log(2), 0.01);
+  EXPECT_NEAR(Corpus(text).frequency_loss(), std::log(2), 0.01);
 }
 
 TEST(Corpus, ReadsTheTextBelowAFolderInTheOrderOfTheNames) {
@@ -79,7 +79,7 @@ TEST(Corpus, ReadsTheTextBelowAFolderInTheOrderOfTheNames) {
   std::ofstream(folder + "/picture") << std::string("\0\1\2", 3);
   const auto corpus = Corpus::read(folder);
   EXPECT_EQ(corpus.num_files(), 3);
-  EXPECT_EQ(corpus.train_bytes(), 285);
+  EXPECT_EQ(corpus.num_train(), 285);
   const auto held_out = corpus.held_out_rows(0, 1, 1, 14); // the last block of 15
   EXPECT_TRUE(held_out.eq('c').all().item<bool>());
 }
@@ -96,7 +96,7 @@ TEST(Corpus, WhatRunsHaveLeftIsNoText) {
   std::ofstream(folder + "/runs/half/config.json") << std::string(100, 'c'); // of something else
   const auto corpus = Corpus::read(folder);
   EXPECT_EQ(corpus.num_files(), 2);
-  EXPECT_EQ(corpus.train_bytes() + corpus.held_out_bytes(), 200);
+  EXPECT_EQ(corpus.num_train() + corpus.num_held_out(), 200);
   EXPECT_EQ(Corpus::read(folder + "/runs/one").num_files(), 3); // who asks for it gets it
 }
 
@@ -120,7 +120,7 @@ TEST(Corpus, RefusesWhatHasNoText) {
 TEST(Corpus, FindsLibTorchsHeaders) {
   const auto corpus = Corpus::libtorch_headers();
   EXPECT_GT(corpus.num_files(), 1000);
-  EXPECT_GT(corpus.train_bytes(), 10'000'000);
+  EXPECT_GT(corpus.num_train(), 10'000'000);
 }
 
 TEST(Corpus, PromptIsPartOfALineOfTheHeldOutText) {

@@ -1,0 +1,289 @@
+#include "cli/train/token_source.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <string_view>
+#include <type_traits>
+
+#include "cli/check.h"
+#include "cli/files.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+enum class TokenType : std::uint8_t { uint8, uint16, uint32, int32, int64 };
+
+int64_t bytes_of(TokenType type) {
+  return type == TokenType::uint8    ? 1
+         : type == TokenType::uint16 ? 2
+         : type == TokenType::int64  ? 8
+                                     : 4;
+}
+
+/// A file that is mapped into memory.
+class MappedFile {
+ public:
+  explicit MappedFile(const std::string& path) : path_(path) {
+    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    check_config(fd >= 0, "--data: ", path, " cannot be read: ", std::strerror(errno));
+    struct stat status{};
+    const bool known = fstat(fd, &status) == 0 && S_ISREG(status.st_mode);
+    size_ = known ? static_cast<int64_t>(status.st_size) : 0;
+    void* const mapped =
+        size_ > 0 ? mmap(nullptr, static_cast<size_t>(size_), PROT_READ, MAP_PRIVATE, fd, 0)
+                  : MAP_FAILED;
+    close(fd);
+    check_config(size_ > 0, "--data: ", path, " is empty, or not a file");
+    check_config(mapped != MAP_FAILED, "--data: ", path, " cannot be mapped into memory");
+    data_ = static_cast<const char*>(mapped);
+  }
+  ~MappedFile() {
+    munmap(const_cast<char*>(data_), static_cast<size_t>(size_));
+  }
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  const std::string& path() const {
+    return path_;
+  }
+  int64_t size() const {
+    return size_;
+  }
+  const char* data() const {
+    return data_;
+  }
+  bool starts_with(std::string_view text) const {
+    return size_ >= static_cast<int64_t>(text.size()) &&
+           std::memcmp(data_, text.data(), text.size()) == 0;
+  }
+  /// The number of type T at a byte, which must be inside of the file.
+  template <class T>
+  T at(int64_t byte) const {
+    T value;
+    std::memcpy(&value, data_ + byte, sizeof(T));
+    return value;
+  }
+
+ private:
+  const std::string path_;
+  int64_t size_ = 0;
+  const char* data_ = nullptr;
+};
+
+/// Where a file has its tokens.
+struct TokenLayout {
+  TokenType type = TokenType::uint16;
+  int64_t offset = 0; // in bytes
+  int64_t count = 0;
+};
+
+/// Throws ConfigError unless the file has all of its tokens and nothing behind them.
+TokenLayout checked(const MappedFile& file, const TokenLayout& layout, const char* says) {
+  const auto room = (file.size() - layout.offset) / bytes_of(layout.type);
+  check_config(
+      layout.count >= 0 && layout.count <= room, "--data: ", file.path(), " is cut off: ", says,
+      " ", layout.count, " tokens, and there are ", room);
+  return layout;
+}
+
+constexpr int32_t kLlmcGpt2 = 20240520;   // uint16
+constexpr int32_t kLlmcLlama3 = 20240801; // uint32
+constexpr int64_t kLlmcHeader = 256 * 4;  // bytes
+
+/// llm.c: 256 numbers of 4 bytes, of which the first is a mark and the third the number of tokens.
+TokenLayout llmc_layout(const MappedFile& file) {
+  return checked(
+      file,
+      {.type = file.at<int32_t>(0) == kLlmcGpt2 ? TokenType::uint16 : TokenType::uint32,
+       .offset = kLlmcHeader,
+       .count = file.at<int32_t>(8)},
+      "its header has");
+}
+
+/// NumPy: a header in the syntax of Python.
+TokenLayout npy_layout(const MappedFile& file) {
+  const auto refuse = [&](const std::string& why) {
+    throw_config_error("--data: ", file.path(), ": ", why);
+  };
+  const bool is_npy = file.starts_with(std::string_view("\x93NUMPY", 6)) && file.size() > 12;
+  const bool wide = is_npy && file.at<uint8_t>(6) >= 2; // the version
+  const auto start = wide ? 12 : 10;
+  const int64_t length = !is_npy ? 0 : wide ? file.at<uint32_t>(8) : file.at<uint16_t>(8);
+  if (length == 0 || start + length > file.size()) {
+    refuse("it is not a file of NumPy");
+  }
+  const std::string header(file.data() + start, static_cast<size_t>(length));
+  const auto value_of = [&](const std::string& key) {
+    const auto at = header.find("'" + key + "':");
+    return at == std::string::npos ? std::string() : header.substr(at + key.size() + 3);
+  };
+  const auto dtype = value_of("descr");
+  TokenLayout layout{.offset = start + length};
+  if (dtype.starts_with(" '<u2'")) {
+    layout.type = TokenType::uint16;
+  } else if (dtype.starts_with(" '<u4'")) {
+    layout.type = TokenType::uint32;
+  } else if (dtype.starts_with(" '<i4'")) {
+    layout.type = TokenType::int32;
+  } else if (dtype.starts_with(" '<i8'") || dtype.starts_with(" '<u8'")) {
+    layout.type = TokenType::int64;
+  } else if (dtype.starts_with(" '|u1'")) {
+    layout.type = TokenType::uint8;
+  } else {
+    refuse("its dtype is not one of uint8, uint16, uint32, int32 and int64 (little endian)");
+  }
+  long long count = 0;
+  char end = 0;
+  if (std::sscanf(value_of("shape").c_str(), " (%lld,%c", &count, &end) != 2 || end != ')') {
+    refuse("it must have one axis");
+  }
+  layout.count = count;
+  return checked(file, layout, "its header has");
+}
+
+/// Megatron: the .idx beside the .bin has the type of the tokens and the lengths of the sequences.
+TokenLayout megatron_layout(const MappedFile& file, const std::string& index_path) {
+  const MappedFile index(index_path);
+  constexpr std::string_view kMark("MMIDIDX\0\0", 9);
+  constexpr int64_t kHeader = 9 + 8 + 1 + 8 + 8;
+  check_config(
+      index.starts_with(kMark) && index.size() >= kHeader, "--data: ", index_path,
+      " is not an index of Megatron; rename it if ", file.path(), " has nothing to do with it");
+  const auto code = index.at<uint8_t>(17);
+  const auto sequences = index.at<int64_t>(18);
+  TokenLayout layout;
+  layout.type = code == 1   ? TokenType::uint8
+                : code == 8 ? TokenType::uint16
+                : code == 4 ? TokenType::int32
+                            : TokenType::int64;
+  check_config(
+      code == 1 || code == 4 || code == 5 || code == 8, "--data: ", index_path,
+      " says that tokens have type ", int{code},
+      " of Megatron; uint8 (1), int32 (4), int64 (5) and uint16 (8) can be read");
+  check_config(
+      sequences >= 0 && sequences <= (index.size() - kHeader) / 4, "--data: ", index_path,
+      " is cut off: it should have ", sequences, " sequences");
+  for (int64_t i = 0; i < sequences; ++i) {
+    layout.count += index.at<int32_t>(kHeader + 4 * i);
+  }
+  return checked(file, layout, "its index has");
+}
+
+TokenLayout layout_of(const MappedFile& file, RawTokens raw) {
+  if (file.path().ends_with(".npy")) {
+    return npy_layout(file);
+  }
+  const auto index = file.path().substr(0, file.path().size() - 4) + ".idx";
+  if (is_file(index)) {
+    return megatron_layout(file, index);
+  }
+  const auto mark = file.size() >= kLlmcHeader ? file.at<int32_t>(0) : 0;
+  if (mark == kLlmcGpt2 || mark == kLlmcLlama3) {
+    return llmc_layout(file);
+  }
+  const auto type = raw == RawTokens::uint16 ? TokenType::uint16 : TokenType::uint32;
+  check_config(
+      file.size() % bytes_of(type) == 0, "--data: ", file.path(), " has ", file.size(),
+      " bytes, which is no whole number of tokens of ", bytes_of(type), " bytes");
+  return {.type = type, .count = file.size() / bytes_of(type)};
+}
+
+class TokenFiles : public TokenSource {
+ public:
+  TokenFiles(const std::vector<std::string>& paths, RawTokens raw, int64_t vocab) : vocab_(vocab) {
+    for (const auto& path : paths) {
+      auto file = std::make_shared<MappedFile>(path);
+      const auto layout = layout_of(*file, raw);
+      parts_.push_back({std::move(file), layout, size_});
+      size_ += layout.count;
+    }
+  }
+  int64_t size() const override {
+    return size_;
+  }
+  void read(int64_t start, int64_t count, int64_t* out) const override {
+    auto part = std::upper_bound(
+        parts_.begin(), parts_.end(), start,
+        [](int64_t at, const Part& each) { return at < each.start; });
+    for (--part; count > 0; ++part) {
+      const auto from = start - part->start;
+      const auto here = std::min(count, part->layout.count - from);
+      copy(*part, from, here, out);
+      start += here;
+      count -= here;
+      out += here;
+    }
+  }
+
+ private:
+  struct Part {
+    std::shared_ptr<MappedFile> file;
+    TokenLayout layout;
+    int64_t start; // of its first token among all
+  };
+
+  void copy(const Part& part, int64_t from, int64_t count, int64_t* out) const {
+    const auto& [file, layout, start] = part;
+    const auto* const bytes = file->data() + layout.offset + from * bytes_of(layout.type);
+    const auto copy_as = [&]<class T>(T) {
+      for (int64_t i = 0; i < count; ++i) {
+        T token;
+        std::memcpy(&token, bytes + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
+        out[i] = static_cast<int64_t>(token);
+      }
+    };
+    switch (layout.type) {
+      case TokenType::uint8:
+        copy_as(uint8_t{});
+        break;
+      case TokenType::uint16:
+        copy_as(uint16_t{});
+        break;
+      case TokenType::uint32:
+        copy_as(uint32_t{});
+        break;
+      case TokenType::int32:
+        copy_as(int32_t{});
+        break;
+      case TokenType::int64:
+        copy_as(int64_t{});
+        break;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      check_config(
+          out[i] >= 0 && out[i] < vocab_, "--data: ", file->path(), " has token ", out[i],
+          " at place ", from + i, ", and the model has ", vocab_,
+          " tokens (--vocab); was it written for another model, or with another --token-dtype?");
+    }
+  }
+
+  const int64_t vocab_;
+  std::vector<Part> parts_;
+  int64_t size_ = 0;
+};
+
+} // namespace
+
+void TextSource::read(int64_t start, int64_t count, int64_t* out) const {
+  for (int64_t i = 0; i < count; ++i) {
+    out[i] = static_cast<unsigned char>(text_[static_cast<size_t>(start + i)]);
+  }
+}
+
+bool is_token_file(const std::string& path) {
+  return path.ends_with(".bin") || path.ends_with(".npy");
+}
+
+std::shared_ptr<TokenSource> open_token_files(
+    const std::vector<std::string>& paths, RawTokens raw, int64_t vocab) {
+  return std::make_shared<TokenFiles>(paths, raw, vocab);
+}
+
+} // namespace fsdp::cli

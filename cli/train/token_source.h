@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace fsdp::cli {
+
+/// A long sequence of tokens that never changes. Threads may read it at the same time.
+class TokenSource {
+ public:
+  virtual ~TokenSource() = default;
+  virtual int64_t size() const = 0;
+  /// Copies tokens [start, start + count) to `out`.
+  virtual void read(int64_t start, int64_t count, int64_t* out) const = 0;
+};
+
+/// Each byte of a text is a token.
+class TextSource : public TokenSource {
+ public:
+  explicit TextSource(std::string text) : text_(std::move(text)) {}
+  int64_t size() const override {
+    return static_cast<int64_t>(text_.size());
+  }
+  void read(int64_t start, int64_t count, int64_t* out) const override;
+  const std::string& text() const {
+    return text_;
+  }
+
+ private:
+  const std::string text_;
+};
+
+/// How a file without a header stores its tokens.
+enum class RawTokens : std::uint8_t { uint16, uint32 };
+
+/// Returns true for the name of a file of tokens: .bin or .npy.
+bool is_token_file(const std::string& path);
+
+/// Tokens in files, one file after another. The files are mapped into memory, so opening them takes
+/// no time. They may be
+/// - .bin of llm.c, with a header;
+/// - .bin of Megatron, with an .idx beside it;
+/// - .npy with one axis of integers;
+/// - .bin without any of this, as nanoGPT writes it: `raw` integers.
+/// Throws ConfigError that names --data and the file if a file is none of these or is cut off. A
+/// token that is not below `vocab` throws when it is read; the error names the file, the place and
+/// the token.
+std::shared_ptr<TokenSource> open_token_files(
+    const std::vector<std::string>& paths, RawTokens raw, int64_t vocab);
+
+} // namespace fsdp::cli
