@@ -88,9 +88,6 @@ void check_optimizer(const TrainConfig& config) {
       config.rounding == "stochastic" || config.is_low_precision(), "--rounding ", config.rounding,
       ": nothing is rounded in fp32; use it with --shard-dtype bf16 or --moments");
   check_config(
-      config.kept_matmul_bytes() == 0 || config.activation_checkpointing, "--keep-matmuls ",
-      config.keep_matmuls, ": nothing is recomputed without --activation-checkpointing");
-  check_config(
       config.shard_dtype == "fp32" || config.param_dtype != "fp16",
       "--param-dtype fp16 needs --shard-dtype fp32: bf16 has numbers that fp16 does not have");
 }
@@ -175,6 +172,9 @@ void check(const TrainConfig& config, const MeshShape& mesh, bool allow_uneven) 
   check_model(config.model);
   check_tensor_axis(config.model, mesh.tensor);
   check_optimizer(config);
+  check_config(
+      config.kept_matmul_bytes() == 0 || config.activation_checkpointing, "--keep-matmuls ",
+      config.keep_matmuls, ": nothing is recomputed without --activation-checkpointing");
   check_config(
       !config.sends_bf16() || mesh.shard > 1,
       "--send-dtype bf16 is for gradients of shards, and parameters are not sharded; use more "

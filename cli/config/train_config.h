@@ -60,7 +60,7 @@ struct TrainConfig {
 /// The dtype in which Muon computes. In bf16 a CPU takes several times as long as in fp32.
 c10::ScalarType muon_dtype(const TrainConfig& config);
 /// The number of bytes of a text like "2GiB", "512MiB" or "1000". Throws ConfigError if it is
-/// something else; `option` has this value.
+/// something else; `option` is for the message.
 int64_t parse_bytes(const std::string& option, const std::string& text);
 /// The dtype of "bf16", "fp16", "fp32" or "8bit".
 c10::ScalarType dtype_of(const std::string& name);

@@ -50,7 +50,8 @@ std::string find_change(
   for (const std::string keep : {"all", "none"}) {
     changed.keep_matmuls = keep;
     if (fits(changed, mesh)) {
-      return "--activation-checkpointing" + (keep == "all" ? " --keep-matmuls all" : std::string());
+      return std::string(config.activation_checkpointing ? "" : "--activation-checkpointing ") +
+             "--keep-matmuls " + keep;
     }
   }
   changed = config;

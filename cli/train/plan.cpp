@@ -317,13 +317,11 @@ struct KeptOfBlock {
       bytes = act.block;
       return;
     }
-    const auto budget = config.kept_matmul_bytes();
-    const bool all = config.keep_matmuls == "all";
-    // A policy with a budget learns what backward does not ask for.
-    const auto results =
-        all ? act.matmuls : std::min(act.matmuls - act.unneeded, budget / config.model.layers);
-    bytes = act.checkpoint + results;
-    again = act.block - act.checkpoint - (results - (all ? act.unneeded : 0));
+    const auto used =
+        std::min(act.matmuls - act.unneeded, config.kept_matmul_bytes() / config.model.layers);
+    // A budget learns what backward does not ask for; "all" keeps it.
+    bytes = act.checkpoint + used + (config.keep_matmuls == "all" ? act.unneeded : 0);
+    again = act.block - act.checkpoint - used;
   }
   int64_t bytes = 0;
   int64_t again = 0; // what is computed again beside it

@@ -27,23 +27,26 @@ struct FSDP_API RanOperator {
 
   /// The size of the results.
   int64_t bytes() const;
-  /// How many multiplications and additions it took. 0 if the operator is not a product of
-  /// matrices, an attention or a convolution.
+  /// How many multiplications and additions it took, if it is one of aten's products of matrices
+  /// (mm, bmm, addmm, baddbmm and variants of these), an attention or a convolution. Else 0.
   double flops() const;
 };
 
 /// Decides which results are kept. One object may serve several modules of one rank.
 ///
-/// It is asked about every operator below autograd, so about `aten::mm` and not about
-/// `aten::linear`. It is not asked about operators that write to an argument, return a view or draw
-/// random numbers: those always run again. A result that is written to after the operator
-/// returned it is computed again, too.
+/// It is asked about operators that autograd records, below autograd: about `aten::mm` and not
+/// about `aten::linear`. It is not asked about operators that write to an argument, return a view,
+/// draw random numbers or choose a device (casts do), nor about results that are not dense tensors
+/// and numbers. These always run again. So does an operator whose result was written to afterwards.
+///
+/// An operator of your own must say in its schema what it writes to, and have the tag
+/// nondeterministic_seeded if it draws random numbers.
 class FSDP_API SavePolicy {
  public:
   virtual ~SavePolicy() = default;
   /// Whether to keep the results until backward needs them. Asked once, in forward.
   virtual bool save(const RanOperator& ran) = 0;
-  /// Results of this size that were kept are so no longer.
+  /// Kept results of this size are gone.
   virtual void released(int64_t /*bytes*/) {}
   /// Backward ran an operator again.
   virtual void recomputed(const RanOperator& /*ran*/) {}
@@ -51,16 +54,16 @@ class FSDP_API SavePolicy {
 
 /// Keeps the results of the operators with these names ("aten::mm" stands for all its overloads).
 /// Throws ValueError if there is no such operator, or if it consists of other operators, as
-/// aten::linear does.
+/// aten::linear does, or has no results that can be kept.
 FSDP_API std::shared_ptr<SavePolicy> save_operators(std::vector<std::string> names);
 
-/// Keeps the results of products of matrices, attentions and convolutions. The rest, which is most
-/// of the memory and little of the time, is computed again.
+/// Keeps the results of products of matrices, attentions and convolutions. The rest is computed
+/// again. It is most of the memory and little of the time.
 FSDP_API std::shared_ptr<SavePolicy> save_matmuls();
 
 /// Keeps results of products of matrices, attentions and convolutions, never more than `bytes` at
 /// a time. In the first step it keeps nothing and sees what backward computes again. From then on
-/// it keeps those that save the most arithmetic per byte.
+/// it keeps those that save the most arithmetic per byte, by the sizes of the step before.
 FSDP_API std::shared_ptr<SavePolicy> save_within(int64_t bytes);
 
 } // namespace fsdp

@@ -3,8 +3,8 @@
 #include <ATen/core/ivalue.h>
 #include <torch/library.h>
 
-#include <list>
 #include <mutex>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -28,7 +28,6 @@ thread_local OpInterceptor* replacement = nullptr;
 void run_below_autograd(
     const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   auto* const by = std::exchange(replacement, nullptr);
-  const c10::impl::ExcludeDispatchKeyGuard exclude(kKey);
   const OpKernel kernel{
       op, keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKeyBelowAutograd)};
   if (by) {
@@ -42,14 +41,20 @@ void run_below_autograd(
 /// operators would not do: kernels that are made of other operators come before it.
 void register_below_autograd(const c10::OperatorHandle& op) {
   static std::mutex mutex;
-  static auto& known = *new std::unordered_set<c10::OperatorName>;
-  static auto& handles = *new std::list<c10::RegistrationHandleRAII>; // never given back
+  static auto& handles = // never given back
+      *new std::unordered_map<c10::OperatorName, c10::RegistrationHandleRAII>;
+  thread_local std::unordered_set<const c10::FunctionSchema*> known; // spares the lock
+  if (!known.insert(&op.schema()).second) {
+    return;
+  }
+  const auto& name = op.operator_name();
   const std::lock_guard lock(mutex);
-  if (known.insert(op.operator_name()).second) {
-    handles.push_back(c10::Dispatcher::singleton().registerImpl(
-        op.operator_name(), kKeyBelowAutograd,
-        c10::KernelFunction::makeFromBoxedFunction<&run_below_autograd>(), std::nullopt, nullptr,
-        "fsdp: below autograd"));
+  if (!handles.contains(name)) {
+    handles.emplace(
+        name, c10::Dispatcher::singleton().registerImpl(
+                  name, kKeyBelowAutograd,
+                  c10::KernelFunction::makeFromBoxedFunction<&run_below_autograd>(), std::nullopt,
+                  nullptr, "fsdp: below autograd"));
   }
 }
 

@@ -36,12 +36,12 @@ class OpInterceptor {
   }
 
   /// Whether autograd calls `instead` where it would run the operator's kernel. It records the
-  /// operator as always. Asked only if an active interceptor enters operators; the innermost one
-  /// that answers yes is called.
+  /// operator as always. Has an effect only if an active interceptor enters operators. The
+  /// innermost one that answers yes is called.
   virtual bool replaces(const c10::OperatorHandle&, const torch::jit::Stack&) {
     return false;
   }
-  /// Runs the kernel or finds the results elsewhere. No interceptor sees operators that run inside.
+  /// Runs the kernel or finds the results elsewhere.
   virtual void instead(const OpKernel& kernel, torch::jit::Stack& stack) {
     kernel.run(stack);
   }

@@ -1,6 +1,7 @@
 #include "state/kept_results.h"
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <optional>
@@ -10,19 +11,47 @@ namespace fsdp::detail {
 
 namespace {
 
-/// Returns true if the operator is called with a probability of dropout that is not 0, or if it
-/// always draws random numbers.
-bool draws(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-  if (!op.hasTag(at::Tag::nondeterministic_seeded)) {
-    return false;
-  }
+/// Where the operator has its probability of dropout among the arguments, if it has one.
+std::optional<size_t> dropout_argument(const c10::OperatorHandle& op) {
   const auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (arguments[i].name() == "dropout_p") {
-      return stack[stack.size() - arguments.size() + i].toDouble() > 0;
+      return i;
     }
   }
-  return true;
+  return std::nullopt;
+}
+
+template <class Visit>
+void for_each_tensor(c10::ArrayRef<c10::IValue> values, const Visit& visit) {
+  for (const auto& value : values) {
+    if (value.isTensor() && value.toTensor().defined()) {
+      visit(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& each : value.toTensorVector()) {
+        if (each.defined()) {
+          visit(each);
+        }
+      }
+    }
+  }
+}
+
+/// Whether autograd records an operator with these arguments.
+bool is_recorded(c10::ArrayRef<c10::IValue> arguments) {
+  bool recorded = false;
+  for_each_tensor(arguments, [&](const at::Tensor& each) { recorded |= each.requires_grad(); });
+  return recorded && at::GradMode::is_enabled();
+}
+
+/// Whether these results can be watched: numbers, and tensors with memory of their own.
+bool can_watch(c10::ArrayRef<c10::IValue> results) {
+  bool can = true;
+  for (const auto& value : results) {
+    can &= value.isTensor() || value.isTensorList() || value.isNone() || value.isScalar();
+  }
+  for_each_tensor(results, [&](const at::Tensor& each) { can &= each.has_storage(); });
+  return can;
 }
 
 /// Another tensor with the same data that shares its version, and is not part of a graph.
@@ -57,32 +86,8 @@ std::vector<c10::IValue> aliases_of(c10::ArrayRef<c10::IValue> values) {
   return aliases;
 }
 
-std::vector<uint32_t> versions_of(c10::ArrayRef<c10::IValue> values) {
-  std::vector<uint32_t> versions;
-  const auto add = [&](const at::Tensor& tensor) {
-    versions.push_back(tensor.defined() ? tensor._version() : 0);
-  };
-  for (const auto& value : values) {
-    if (value.isTensor()) {
-      add(value.toTensor());
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& each : value.toTensorVector()) {
-        add(each);
-      }
-    }
-  }
-  return versions;
-}
-
-/// Runs the kernel, and calls `see` with what has run.
-template <class See>
-void run(const OpKernel& kernel, size_t index, torch::jit::Stack& stack, const See& see) {
-  const auto& schema = kernel.op.schema();
-  const auto arguments = torch::jit::last(stack, schema.arguments().size()).vec();
-  kernel.run(stack);
-  const auto results = torch::jit::last(stack, schema.returns().size());
-  see(RanOperator{kernel.op.operator_name().name, index, arguments, results});
-}
+/// Set while a kernel runs: what it calls belongs to it.
+thread_local bool in_kernel = false;
 
 } // namespace
 
@@ -90,48 +95,129 @@ bool can_keep_results(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   const auto aliases = [](const c10::Argument& each) { return each.alias_info() != nullptr; };
   return !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) &&
+         !op.hasKernelForDispatchKey(c10::DispatchKey::BackendSelect) &&
          std::none_of(schema.arguments().begin(), schema.arguments().end(), aliases) &&
-         std::none_of(schema.returns().begin(), schema.returns().end(), aliases);
+         std::none_of(schema.returns().begin(), schema.returns().end(), aliases) &&
+         (!op.hasTag(at::Tag::nondeterministic_seeded) || dropout_argument(op)) &&
+         !op.operator_name().name.starts_with("c10d::"); // its schemas do not say what it writes to
 }
 
-class KeptResults::Keep : public OpInterceptor {
+bool KeptResults::Entry::can_be_used() const {
+  return !results.empty() && std::all_of(watched.begin(), watched.end(), [](const Watched& each) {
+    return each.tensor._version() == each.version;
+  });
+}
+
+/// Sees every operator that does not consist of others.
+class KeptResults::Interceptor : public OpInterceptor {
  public:
-  explicit Keep(KeptResults& kept) : kept_(kept) {}
+  explicit Interceptor(KeptResults& kept) : kept_(kept) {}
   bool enters_operators() const override {
     return true;
   }
-  bool replaces(const c10::OperatorHandle& op, const torch::jit::Stack& stack) override {
-    return can_keep_results(op) && !draws(op, stack);
+  bool replaces(const c10::OperatorHandle& op, const torch::jit::Stack&) override {
+    const auto& excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
+    return !in_kernel && !excluded.has(c10::DispatchKey::AutogradOther) &&
+           !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   }
+
+ protected:
+  /// Whether this call counts: autograd records it, and its results could be kept.
+  static bool counts(const OpKernel& kernel, const torch::jit::Stack& stack) {
+    const auto arguments = torch::jit::last(stack, kernel.op.schema().arguments().size());
+    if (!can_keep_results(kernel.op) || !is_recorded(arguments)) {
+      return false;
+    }
+    const auto dropout = dropout_argument(kernel.op);
+    return !dropout || arguments[*dropout].toDouble() == 0;
+  }
+
+  /// Runs the kernel, and calls `see` with what has run.
+  template <class See>
+  static void run(const OpKernel& kernel, size_t index, torch::jit::Stack& stack, const See& see) {
+    const auto& schema = kernel.op.schema();
+    const auto arguments = torch::jit::last(stack, schema.arguments().size()).vec();
+    run_kernel(kernel, stack);
+    const auto results = torch::jit::last(stack, schema.returns().size());
+    see(RanOperator{kernel.op.operator_name().name, index, arguments, results});
+  }
+
+  static void run_kernel(const OpKernel& kernel, torch::jit::Stack& stack) {
+    struct Leave {
+      ~Leave() {
+        in_kernel = false;
+      }
+    } const leave;
+    in_kernel = true;
+    kernel.run(stack);
+  }
+
+  KeptResults& kept_;
+};
+
+class KeptResults::Keep : public Interceptor {
+ public:
+  using Interceptor::Interceptor;
+  ~Keep() override {
+    for (auto& [_, entries] : kept_.entries_) {
+      for (auto& entry : entries) {
+        if (!entry.can_be_used()) {
+          kept_.release(entry);
+        }
+      }
+    }
+    kept_.by_memory_.clear();
+  }
+
   void instead(const OpKernel& kernel, torch::jit::Stack& stack) override {
+    if (!counts(kernel, stack)) {
+      run_kernel(kernel, stack);
+      watch(torch::jit::last(stack, kernel.op.schema().returns().size()));
+      return;
+    }
     auto& entries = kept_.entries_[kernel.op.operator_name()];
-    entries.emplace_back();
+    auto& entry = entries.emplace_back();
     run(kernel, entries.size() - 1, stack, [&](const RanOperator& ran) {
-      if (kept_.policy_->save(ran)) {
-        entries.back() = {aliases_of(ran.results), versions_of(ran.results), ran.bytes()};
+      watch(ran.results);
+      if (can_watch(ran.results) && kept_.policy_->save(ran)) {
+        entry = {aliases_of(ran.results), {}, ran.bytes()};
+        for_each_tensor(entry.results, [&](const at::Tensor& each) {
+          kept_.by_memory_[each.storage().unsafeGetStorageImpl()] = &entry;
+          entry.watched.push_back({each, static_cast<uint32_t>(each._version())});
+        });
       }
     });
   }
 
  private:
-  KeptResults& kept_;
+  /// Watches results that share the memory of an entry.
+  void watch(c10::ArrayRef<c10::IValue> results) {
+    for_each_tensor(results, [&](const at::Tensor& each) {
+      if (!each.has_storage() || each.is_inference()) {
+        return;
+      }
+      const auto found = kept_.by_memory_.find(each.storage().unsafeGetStorageImpl());
+      if (found != kept_.by_memory_.end()) {
+        found->second->watched.push_back({alias_of(each), static_cast<uint32_t>(each._version())});
+      }
+    });
+  }
 };
 
-class KeptResults::Reuse : public OpInterceptor {
+class KeptResults::Reuse : public Interceptor {
  public:
-  Reuse(KeptResults& kept, bool once_more) : kept_(kept), once_more_(once_more) {}
-  bool enters_operators() const override {
-    return true;
-  }
-  bool replaces(const c10::OperatorHandle& op, const torch::jit::Stack& stack) override {
-    return can_keep_results(op) && !draws(op, stack);
-  }
+  Reuse(KeptResults& kept, bool once_more) : Interceptor(kept), once_more_(once_more) {}
+
   void instead(const OpKernel& kernel, torch::jit::Stack& stack) override {
+    if (!counts(kernel, stack)) {
+      run_kernel(kernel, stack);
+      return;
+    }
     const auto& name = kernel.op.operator_name();
     const auto index = num_calls_[name]++;
     auto& entries = kept_.entries_[name];
     auto* const entry = index < entries.size() ? &entries[index] : nullptr;
-    if (entry && !entry->results.empty() && versions_of(entry->results) == entry->versions) {
+    if (entry && entry->can_be_used()) {
       torch::jit::drop(stack, kernel.op.schema().arguments().size());
       const auto results = aliases_of(entry->results);
       stack.insert(stack.end(), results.begin(), results.end());
@@ -144,7 +230,6 @@ class KeptResults::Reuse : public OpInterceptor {
   }
 
  private:
-  KeptResults& kept_;
   const bool once_more_;
   std::unordered_map<c10::OperatorName, size_t> num_calls_;
 };

@@ -19,10 +19,18 @@ namespace fsdp::detail {
 // the call again, autograd records these operators as in the first call, with the same saved
 // tensors, but their kernels do not run: what they returned the first time takes their place. This
 // is how Python's create_selective_checkpoint_contexts works. Unlike there, the policy is asked in
-// the first call only. The second call finds the n-th call of an operator by its number n.
+// the first call only. The second call finds a result by the operator and the number of the call.
+//
+// Only operators that autograd records are counted: both calls make the same of these, or backward
+// would fail anyway. Others may run in the first call only, to fill a cache.
+//
+// A result that is written to is of no use: in the second call the same write would come on top.
+// Each entry watches the versions of its tensors, and of tensors that share their memory but not
+// their version, such as those of aten::_unsafe_view, which is a part of every matmul.
 
-/// Returns true if results of the operator could take the place of another run of it: it does not
-/// consist of other operators, writes to no argument and returns no view.
+/// Returns true if results of the operator can take the place of another run of it: it does not
+/// consist of other operators, writes to no argument, returns no view, does not choose a device
+/// (its calls are not seen below autograd) and does not always draw random numbers.
 bool can_keep_results(const c10::OperatorHandle& op);
 
 /// The results that one checkpointed call keeps. Must outlive its interceptors.
@@ -33,27 +41,38 @@ class KeptResults {
   KeptResults(const KeptResults&) = delete;
   KeptResults& operator=(const KeptResults&) = delete;
 
-  /// While it lives, in the first call: keeps what the policy wants.
+  /// While it lives, in the first call: keeps what the policy wants. At its end it drops what was
+  /// written to.
   std::unique_ptr<OpInterceptor> keep();
   /// While it lives, in a repeated call: gives back what was kept. Forgets it at once, unless it
   /// will be needed `once_more`.
   std::unique_ptr<OpInterceptor> reuse(bool once_more);
 
  private:
+  class Interceptor;
   class Keep;
   class Reuse;
 
+  /// A tensor, and its version when it was made.
+  struct Watched {
+    at::Tensor tensor;
+    uint32_t version = 0;
+  };
   /// The results of one call of an operator. Empty if they are not kept.
   struct Entry {
     std::vector<c10::IValue> results;
-    std::vector<uint32_t> versions; // of the tensors among the results
+    std::vector<Watched> watched;
     int64_t bytes = 0;
+
+    bool can_be_used() const;
   };
 
   void release(Entry& entry);
 
   const std::shared_ptr<SavePolicy> policy_;
   std::unordered_map<c10::OperatorName, std::deque<Entry>> entries_;
+  /// Whose memory a kept result is. Only during the first call.
+  std::unordered_map<const c10::StorageImpl*, Entry*> by_memory_;
 };
 
 } // namespace fsdp::detail

@@ -7,9 +7,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
-#include <set>
 #include <string_view>
-#include <tuple>
 #include <unordered_set>
 #include <utility>
 
@@ -19,29 +17,31 @@ namespace fsdp {
 
 namespace {
 
-const at::Tensor& tensor_at(c10::ArrayRef<c10::IValue> values, size_t i) {
-  return values.at(i).toTensor();
-}
-
-/// How many products of numbers are added up for each number in the result. 0 if the operator is
-/// not of this kind.
-double terms_per_result(std::string_view name, c10::ArrayRef<c10::IValue> arguments) {
-  const auto last_size = [&](size_t i) {
-    return static_cast<double>(tensor_at(arguments, i).size(-1));
+/// How many products of numbers an operator adds up. 0 if it is not of this kind.
+double num_products(const RanOperator& ran) {
+  const std::string_view name = ran.name;
+  const auto argument = [&](size_t i) -> const at::Tensor& {
+    return ran.arguments.at(i).toTensor();
   };
+  const auto numel = [](const at::Tensor& tensor) { return static_cast<double>(tensor.numel()); };
+  const auto size = [](const at::Tensor& tensor, int64_t dim) {
+    return static_cast<double>(tensor.size(dim));
+  };
+  const auto result = [&] { return numel(ran.results.at(0).toTensor()); };
   if (name == "aten::mm" || name == "aten::bmm" || name == "aten::_scaled_mm" ||
       name == "aten::_grouped_mm" || name == "aten::_int_mm") {
-    return last_size(0);
+    return result() * size(argument(0), -1);
   }
-  if (name == "aten::addmm" || name == "aten::baddbmm") { // the first argument is added
-    return last_size(1);
+  if (name == "aten::addmm" || name == "aten::baddbmm" || name == "aten::_addmm_activation") {
+    return result() * size(argument(1), -1); // the first argument is added
   }
-  if (name.starts_with("aten::_scaled_dot_product_")) { // query, key: one product each with k and v
-    return 2 * static_cast<double>(tensor_at(arguments, 1).size(-2));
+  if (name.starts_with("aten::_scaled_dot_product_")) { // of query, key and value
+    return result() * 2 * size(argument(1), -2);
   }
   if (name == "aten::convolution") { // of a weight [out, in, ...], or [in, out, ...] if transposed
-    const auto& weight = tensor_at(arguments, 1);
-    return static_cast<double>(weight.numel()) / static_cast<double>(weight.size(0));
+    const auto& weight = argument(1);
+    const bool transposed = ran.arguments.at(6).toBool();
+    return (transposed ? numel(argument(0)) : result()) * numel(weight) / size(weight, 0);
   }
   return 0;
 }
@@ -68,10 +68,6 @@ class SaveMatmuls : public SavePolicy {
   }
 };
 
-/// Which call of which operator, in modules of one kind: they make the same calls with results of
-/// the same size.
-using CallKey = std::tuple<std::string, size_t, int64_t>;
-
 class SaveWithin : public SavePolicy {
  public:
   explicit SaveWithin(int64_t budget) : budget_(budget) {}
@@ -81,12 +77,17 @@ class SaveWithin : public SavePolicy {
       return false;
     }
     const std::lock_guard lock(mutex_);
-    if (std::exchange(seen_more_, false)) {
+    if (std::exchange(in_backward_, false)) {
       choose();
     }
-    if (!chosen_.contains(key_of(ran)) || kept_ + ran.bytes() > budget_) {
+    auto& kind = kinds_[{ran.name, ran.index}];
+    kind.flops += ran.flops();
+    kind.bytes += ran.bytes();
+    kind.num_asked += 1;
+    if (!kind.chosen || kept_ + ran.bytes() > budget_) {
       return false;
     }
+    kind.num_saved += 1;
     kept_ += ran.bytes();
     return true;
   }
@@ -99,66 +100,72 @@ class SaveWithin : public SavePolicy {
       return;
     }
     const std::lock_guard lock(mutex_);
-    auto& seen = seen_[key_of(ran)];
-    if (seen.chosen_before) { // it did not fit, or backward ran twice
-      return;
-    }
-    seen.flops_per_byte = ran.flops() / static_cast<double>(ran.bytes());
-    seen.bytes += ran.bytes();
-    seen_more_ = true;
+    in_backward_ = true;
+    auto& kind = kinds_[{ran.name, ran.index}];
+    kind.is_needed = true;
+    // If all of them were kept, they ran again because they were written to.
+    kind.is_written |= kind.num_asked > 0 && kind.num_saved == kind.num_asked;
   }
 
  private:
-  struct Seen {
-    double flops_per_byte = 0;
-    int64_t bytes = 0; // of all calls with this key in the first step
-    bool chosen_before = false;
+  /// One call of an operator in a module, and in all modules that make the same calls.
+  struct Kind {
+    bool is_needed = false;  // backward asks for it
+    bool is_written = false; // so there is no use in keeping it
+    bool chosen = false;
+    // Since the last backward.
+    double flops = 0;
+    int64_t bytes = 0;
+    int64_t num_asked = 0;
+    int64_t num_saved = 0;
   };
 
-  static CallKey key_of(const RanOperator& ran) {
-    return {ran.name, ran.index, ran.bytes()};
-  }
-
-  /// Chooses the calls that save the most arithmetic per byte, until the budget is used up. The
-  /// last kind that is chosen may fit in part.
+  /// Chooses the kinds that save the most arithmetic per byte, until the budget is used up: by the
+  /// bytes of the last forward. The last kind that is chosen may fit in part.
   void choose() {
-    std::vector<std::pair<CallKey, Seen*>> by_value;
-    for (auto& [key, seen] : seen_) {
-      seen.chosen_before = true;
-      by_value.emplace_back(key, &seen);
-    }
-    std::stable_sort(by_value.begin(), by_value.end(), [](const auto& a, const auto& b) {
-      return a.second->flops_per_byte > b.second->flops_per_byte;
-    });
-    chosen_.clear();
-    int64_t bytes = 0;
-    for (const auto& [key, seen] : by_value) {
-      if (bytes >= budget_) {
-        break;
+    std::vector<Kind*> useful;
+    for (auto& [_, kind] : kinds_) {
+      kind.chosen = false;
+      if (kind.is_needed && !kind.is_written && kind.bytes > 0) {
+        useful.push_back(&kind);
       }
-      chosen_.insert(key);
-      bytes += seen->bytes;
+    }
+    std::stable_sort(useful.begin(), useful.end(), [](const Kind* a, const Kind* b) {
+      return a->flops / static_cast<double>(a->bytes) > b->flops / static_cast<double>(b->bytes);
+    });
+    int64_t bytes = 0;
+    for (auto* kind : useful) {
+      kind->chosen = bytes < budget_;
+      bytes += kind->bytes;
+    }
+    for (auto& [_, kind] : kinds_) {
+      kind.flops = 0;
+      kind.bytes = kind.num_asked = kind.num_saved = 0;
     }
   }
 
   const int64_t budget_;
   std::mutex mutex_; // backward may run in other threads
   int64_t kept_ = 0;
-  bool seen_more_ = false;
-  std::map<CallKey, Seen> seen_;
-  std::set<CallKey> chosen_;
+  bool in_backward_ = false;
+  std::map<std::pair<std::string, size_t>, Kind> kinds_; // by operator and number of the call
 };
 
 } // namespace
 
 int64_t RanOperator::bytes() const {
   int64_t bytes = 0;
+  const auto add = [&](const at::Tensor& tensor) {
+    if (tensor.defined() && tensor.has_storage()) {
+      bytes += static_cast<int64_t>(tensor.nbytes());
+    }
+  };
   for (const auto& result : results) {
-    if (result.isTensor() && result.toTensor().defined()) {
-      bytes += static_cast<int64_t>(result.toTensor().nbytes());
+    if (result.isTensor()) {
+      add(result.toTensor());
     } else if (result.isTensorList()) {
       for (const at::Tensor& each : result.toTensorVector()) {
-        bytes += static_cast<int64_t>(each.nbytes());
+        add(each);
       }
     }
   }
@@ -166,8 +173,7 @@ int64_t RanOperator::bytes() const {
 }
 
 double RanOperator::flops() const {
-  const auto terms = terms_per_result(name, arguments);
-  return terms == 0 ? 0 : 2 * terms * static_cast<double>(tensor_at(results, 0).numel());
+  return 2 * num_products(*this);
 }
 
 std::shared_ptr<SavePolicy> save_operators(std::vector<std::string> names) {
@@ -187,9 +193,10 @@ std::shared_ptr<SavePolicy> save_operators(std::vector<std::string> names) {
         "'; names are like aten::mm, without an overload");
     TORCH_CHECK_VALUE(
         can_keep, "[save_operators] ", name,
-        " has no results to keep: it consists of other operators, writes to an argument or returns "
-        "a view. Name what it consists of (a linear layer runs aten::addmm or aten::mm, an "
-        "attention one of aten::_scaled_dot_product_...), or use save_matmuls()");
+        " has no results to keep: it consists of other operators, writes to an argument, returns a "
+        "view, draws random numbers or chooses a device. Name what it consists of (a linear layer "
+        "runs aten::addmm or aten::mm, an attention one of aten::_scaled_dot_product_...), or use "
+        "save_matmuls()");
   }
   return std::make_shared<SaveOperators>(std::move(names));
 }

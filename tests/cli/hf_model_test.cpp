@@ -258,6 +258,62 @@ TEST(HfModel, WeightsThatDoNotFitAreNamed) {
 
 // ------------------------------------------------------------ The tool
 
+/// Exports a run, lets transformers load the folder, and compares the logits.
+void expect_export_is_read(const std::string& run_folder) {
+  const auto out = test::temporary_folder() + "/exported";
+  const auto exported = run({"export", run_folder, out});
+  ASSERT_EQ(exported.exit_code, 0) << exported.output;
+  const auto found = test::temporary_folder() + "/found.safetensors";
+  const auto ended = test::run_commands(
+      {{{FSDP_TEST_PYTHON, FSDP_TEST_DIR "/cli/hf_models.py", out, found}, {}}})[0];
+  ASSERT_EQ(ended.exit_code, 0) << ended.output;
+  run_ranks(1, [&](int) {
+    TrainConfig config;
+    config.model = read_hf_config(out).dims;
+    auto model = build_sharded(config, TrainMesh({}, c10::kCPU));
+    to_empty(model, torch::kCPU);
+    load_pretrained(model, out);
+    StateDict state;
+    state.insert("rows", torch::empty({4, 33}, torch::kLong));
+    state.insert("logits", torch::empty({4, 32, config.model.vocab}));
+    load(state, found);
+    const torch::NoGradGuard no_grad;
+    const auto logits = model(std::get<Tensor>(state.at("rows")).narrow(1, 0, 32));
+    EXPECT_LT(max_difference(logits, std::get<Tensor>(state.at("logits"))).item<float>(), 1e-5);
+    // They are the weights of the run.
+    StateDict of_run;
+    of_run.insert_all(get_model_state_dict(model), "model.");
+    std::map<std::string, Tensor> weights;
+    for (const auto& item : model->named_parameters()) {
+      weights[item.key()] = as_dtensor(item.value()).full_tensor().clone();
+    }
+    load(of_run, run_folder + "/checkpoints/latest");
+    for (const auto& item : model->named_parameters()) {
+      EXPECT_SAME(as_dtensor(item.value()).full_tensor(), weights.at(item.key()));
+    }
+  });
+  const auto again = run({"export", run_folder, out});
+  EXPECT_EQ(again.exit_code, 2) << again.output;
+  EXPECT_TRUE(contains(again.output, "exists already; choose another name"));
+}
+
+TEST(HfModel, ARunFromScratchIsExported) {
+  SKIP_WITHOUT_TRANSFORMERS();
+  const auto folder = test::temporary_folder() + "/run";
+  for (const auto& [name, more] : std::map<std::string, std::vector<std::string>>{
+           {"llama", {}},
+           {"mistral", {"--window", "9", "--tied", "true"}},
+           {"qwen2", {"--qkv-bias", "true", "--rotary-scaling", "llama3:4,1,4,16"}},
+           {"gemma", {"--gemma", "true", "--tied", "true", "--head-dim", "16"}}}) {
+    SCOPED_TRACE(name);
+    auto words = test::tiny_options(test::text_file(), {"--run", folder + name, "--steps", "3"});
+    words.insert(words.end(), more.begin(), more.end());
+    const auto trained = run(words);
+    ASSERT_EQ(trained.exit_code, 0) << trained.output;
+    expect_export_is_read(folder + name);
+  }
+}
+
 TEST(HfModel, TrainStartsFromAFolder) {
   SKIP_WITHOUT_TRANSFORMERS();
   const auto text = test::text_file();
@@ -271,6 +327,8 @@ TEST(HfModel, TrainStartsFromAFolder) {
   EXPECT_EQ(trained.exit_code, 0) << trained.output;
   auto resumed = run({"train", "--resume", run_folder, "--steps", "5"});
   EXPECT_EQ(resumed.exit_code, 0) << resumed.output;
+
+  expect_export_is_read(run_folder);
 
   const auto refused = [&](std::vector<std::string> more, const std::string& part) {
     std::vector<std::string> all{"train", "--dry-run", "--from", models().folder + "/qwen3"};

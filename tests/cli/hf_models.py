@@ -61,6 +61,19 @@ def with_old_fields(config):
     return config
 
 
+def read_back(folder, out):
+    """What transformers computes with a folder that fsdp wrote."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    wrong = {key: found for key, found in info.items() if found}
+    assert not wrong, wrong
+    rows = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = model(rows[:, :-1]).logits
+    save_file({"rows": rows, "logits": logits.contiguous()}, out)
+
+
 def main(out):
     torch.set_num_threads(1)
     for number, (name, config) in enumerate(CASES.items()):
@@ -108,4 +121,7 @@ def main(out):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if len(sys.argv) == 3:
+        read_back(*sys.argv[1:])
+    else:
+        main(sys.argv[1])

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "cli/check.h"
+#include "cli/tiny_run.h"
 #include "cli/train/corpus.h"
 #include "support/processes.h"
 #include "support/tensors.h"
@@ -176,6 +177,51 @@ TEST(Corpus, LossOfTokenFrequencies) {
   const auto corpus =
       Corpus::read(written("t.bin", raw<uint16_t>(tokens)), RawTokens::uint16, 5000);
   EXPECT_NEAR(corpus.frequency_loss(), std::log(4), 0.1);
+}
+
+// ------------------------------------------------------------ The tool
+
+TEST(TokenFiles, ARunGoesOnAtTheExactRow) {
+  const auto data = written("t.bin", raw<uint16_t>(many_tokens(40000, 300)));
+  const auto train = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> words{"train", "--data",   data,  "--vocab",   "300", "--dim",
+                                   "32",    "--layers", "1",   "--context", "16",  "--batch",
+                                   "8",     "--device", "cpu", "--lr",      "1e-2"};
+    words.insert(words.end(), more.begin(), more.end());
+    const auto ended = test::run(words);
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+    EXPECT_TRUE(contains(ended.output, "38.0 k tokens to train on and 2.00 k tokens held out"))
+        << ended.output;
+    EXPECT_TRUE(contains(ended.output, "(token frequencies alone: 5.6")) << ended.output;
+    EXPECT_FALSE(contains(ended.output, "sample ")) << "there is no text";
+    return ended.output;
+  };
+  const auto folder = test::temporary_folder();
+  const auto whole = train({"--ranks", "2", "--steps", "6", "--no-save"});
+  train({"--ranks", "2", "--steps", "6", "--run", folder + "/a", "--save-every", "3"});
+  const auto ended = test::run(
+      {"train", "--resume", folder + "/a/checkpoints/step_00000003", "--ranks", "4", "--run",
+       folder + "/b"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  const auto losses = test::losses_in(whole);
+  const auto resumed = test::losses_in(ended.output);
+  ASSERT_GE(resumed.size(), 1u) << ended.output;
+  EXPECT_NEAR(resumed.back(), losses.back(), 1e-4) << ended.output << whole;
+}
+
+TEST(TokenFiles, TheToolRefusesBadFiles) {
+  const auto refused = [](const std::vector<std::string>& more, const std::string& part) {
+    std::vector<std::string> words{"train", "--no-save", "--device", "cpu"};
+    words.insert(words.end(), more.begin(), more.end());
+    const auto ended = test::run(words);
+    EXPECT_EQ(ended.exit_code, 2) << ended.output;
+    EXPECT_TRUE(contains(ended.output, part)) << ended.output;
+  };
+  const auto data = written("t.bin", raw<uint16_t>(many_tokens(40000, 300)));
+  refused({"--data", data}, "and the model has 256 tokens (--vocab)");
+  refused({"--data", data, "--token-dtype", "uint32", "--vocab", "300"}, "has token ");
+  refused({"--data", test::temporary_folder() + "/*.bin"}, "finds no file");
+  refused({"--data", written("s.bin", raw<uint16_t>(many_tokens(100, 200)))}, "too little text");
 }
 
 } // namespace

@@ -11,7 +11,7 @@ from parity import ENGINES, Mlp, batch, compare, mesh_of, needs_torch_2_13, see_
 from pool import DEVICE
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 
 def reshards(reshard):
@@ -270,11 +270,16 @@ def test_inference_before_training(ranks):
     ranks(2).run(inference_first)
 
 
-def recomputation(reentrant):
+def recomputation(reentrant, selective=False):
+    how = {"use_reentrant": reentrant}
+    if selective:
+        kept = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+        how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
+
     class Model(nn.Sequential):
         def forward(self, x):
             for layer in self:
-                x = checkpoint(layer, x, use_reentrant=reentrant)
+                x = checkpoint(layer, x, **how)
             return x
 
     def make(engine):
@@ -296,6 +301,10 @@ def recomputation(reentrant):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(ranks, reentrant):
     ranks(2).run(recomputation, reentrant)
+
+
+def test_selective_activation_checkpointing(ranks):
+    ranks(2).run(recomputation, False, True)
 
 
 def gradient_hooks():

@@ -202,6 +202,107 @@ TEST(SavePolicy, AResultThatWasWrittenToRunsAgain) {
   EXPECT_EQ(counting->again.at("aten::mm"), 2);
 }
 
+/// Expects the gradients of `function(of...)` in two backwards of a checkpointed call, with every
+/// policy. Nothing that was returned may change.
+template <class Function>
+void expect_right(const std::vector<Tensor>& of, Function function) {
+  torch::manual_seed(5);
+  const auto plain = function(of);
+  const auto expected = torch::autograd::grad({plain.sum()}, of);
+  for (const auto& [name, make] : kPolicies) {
+    for (const bool early_stop : {true, false}) {
+      SCOPED_TRACE_OF(name, early_stop);
+      const auto counting = std::make_shared<Counting>(make());
+      for (int step = 0; step < 2; ++step) { // a budget begins with the second one
+        torch::manual_seed(5);
+        const auto result = checkpoint({.early_stop = early_stop, .save = counting}, function, of);
+        const auto sum = result.sum();
+        expect_same(torch::autograd::grad({sum}, of, {}, /*retain_graph=*/true), expected);
+        expect_same(torch::autograd::grad({sum}, of), expected);
+        EXPECT_SAME(result, plain);
+      }
+      EXPECT_EQ(counting->live, 0);
+    }
+  }
+}
+
+using Tensors = std::vector<Tensor>;
+
+// A product of tensors with three axes ends with aten::_unsafe_view, whose version is its own.
+TEST(SavePolicy, WritesToWhatSharesMemoryWithAResult) {
+  const Tensors of{leaf({2, 3, 4}, 1), leaf({4, 4}, 2)};
+  expect_right(of, [](const Tensors& t) {
+    auto product = torch::matmul(t[0], t[1]);
+    product.add_(1);
+    return product.square();
+  });
+  expect_right(of, [](const Tensors& t) { return torch::linear(t[0], t[1]).mul_(0.5).exp_(); });
+  expect_right(of, [](const Tensors& t) {
+    auto scores = torch::matmul(t[0], t[0].transpose(1, 2));
+    scores.div_(2);
+    scores.masked_fill_(torch::ones({3, 3}, scores.options().dtype(torch::kBool)).triu(1), -1e9);
+    return torch::matmul(scores.softmax(-1), torch::matmul(t[0], t[1]));
+  });
+  expect_right(of, [](const Tensors& t) {
+    auto parts = torch::unsafe_chunk(t[0][0].mm(t[1]), 2, 1);
+    parts[0].add_(1);
+    return parts[0].sin() * parts[1];
+  });
+  const Tensors attention{leaf({1, 2, 3, 4}, 1), leaf({3, 3}, 2)};
+  expect_right(attention, [](const Tensors& t) {
+    return torch::scaled_dot_product_attention(t[0], t[0], t[0], t[1]).sin();
+  });
+  torch::nn::GRU gru(torch::nn::GRUOptions(4, 5).batch_first(true));
+  gru->to(test_device());
+  expect_right(
+      {of[0]}, [gru](const Tensors& t) mutable { return std::get<0>(gru->forward(t[0])).exp(); });
+}
+
+TEST(SavePolicy, OperatorsInsideOfOperators) {
+  expect_right({leaf({4, 4})}, [](const Tensors& t) {
+    return std::get<0>(torch::native_dropout(t[0], 0.3, true)).sin().exp();
+  });
+  expect_right({leaf({4, 4})}, [](const Tensors& t) {
+    return torch::dropout(t[0].mm(t[0]), 0.5, true).mm(t[0]).sin();
+  });
+}
+
+TEST(SavePolicy, WhatAutogradDoesNotRecordMayRunOnce) {
+  const Tensors of{leaf({4, 4}, 1), leaf({4, 4}, 2)};
+  const auto cache = std::make_shared<Tensor>();
+  expect_right(of, [cache](const Tensors& t) {
+    if (!cache->defined()) {
+      const torch::NoGradGuard no_grad;
+      *cache = torch::full({4, 4}, 2.f, t[0].options()).mm(torch::ones({4, 4}, t[0].options()));
+    }
+    const auto result = (t[0].mm(t[1]) * *cache).sin();
+    cache->reset(); // so that the next forward fills it again
+    return result;
+  });
+  const auto lazy = [first = std::make_shared<bool>(true)](const Tensors& t) {
+    if (std::exchange(*first, false)) {
+      const c10::InferenceMode inference;
+      t[0].detach().mm(t[1].detach());
+    }
+    return t[0].mm(t[1]).sin();
+  };
+  expect_right(of, lazy);
+}
+
+TEST(SavePolicy, ResultsThatAreNotDense) {
+  if (test_device() == c10::kCPU) {
+    expect_right({leaf({4, 4})}, [](const Tensors& t) {
+      return t[0].sin().to_sparse().to_dense().mm(t[0]);
+    });
+  }
+  expect_right({leaf({4, 4})}, [](const Tensors& t) {
+    return torch::real(torch::complex(t[0].sin(), t[0].exp()).conj() * 2).mm(t[0]);
+  });
+  expect_right({leaf({4, 4})}, [](const Tensors& t) {
+    return t[0].mm(t[0]).to(torch::kBFloat16).exp().to(torch::kFloat);
+  });
+}
+
 TEST(SavePolicy, SeveralBackwards) {
   const std::vector<Tensor> of{leaf({5, 4}, 1), leaf({4, 8}, 2), leaf({8, 4}, 3)};
   const auto counting = std::make_shared<Counting>(save_matmuls());
@@ -338,6 +439,48 @@ TEST(SavePolicy, ABudgetHoldsAndIsUsed) {
   });
 }
 
+TEST(SavePolicy, ABudgetFollowsWhatAStepNeeds) {
+  const Tensors of{leaf({64, 8}, 1), leaf({8, 8}, 2)};
+  const auto three = [](const Tensor& x, const Tensor& weight) {
+    return x.mm(weight).sin().mm(weight).sin().mm(weight).sin();
+  };
+  const int64_t all = 3 * 64 * 8 * 4;
+  const auto policy = std::make_shared<Counting>(save_within(all));
+  const auto step = [&](int64_t rows, int backwards = 1) {
+    policy->again.clear();
+    const auto sum = checkpoint(saving(policy), three, of[0].narrow(0, 0, rows), of[1]).sum();
+    for (int i = 1; i <= backwards; ++i) {
+      torch::autograd::grad({sum}, of, {}, /*retain_graph=*/i < backwards);
+    }
+    return policy->again["aten::mm"];
+  };
+  EXPECT_EQ(step(64, 3), 9); // the first step learns, also if backward runs several times
+  EXPECT_EQ(step(64), 0);
+  EXPECT_EQ(step(40), 0); // a shorter batch
+  EXPECT_EQ(step(64), 0);
+  EXPECT_EQ(step(8), 0);
+  EXPECT_EQ(step(64), 0);
+  EXPECT_EQ(policy->most, all);
+}
+
+TEST(SavePolicy, ABudgetIsNotSpentOnWhatIsWrittenTo) {
+  const Tensors of{leaf({64, 8}, 1), leaf({8, 8}, 2)};
+  const auto written = [](const Tensor& x, const Tensor& weight) {
+    return x.mm(weight).relu_().mm(weight).sin();
+  };
+  const auto policy = std::make_shared<Counting>(save_within(64 * 8 * 4)); // for one of two
+  for (int step = 0; step < 4; ++step) {
+    policy->again.clear();
+    torch::autograd::grad({checkpoint(saving(policy), written, of[0], of[1]).sum()}, of);
+  }
+  EXPECT_EQ(policy->again["aten::mm"], 1);
+  EXPECT_EQ(policy->live, 0);
+  // What was written to is not held until backward.
+  const auto matmuls = std::make_shared<Counting>(save_matmuls());
+  const auto result = checkpoint(saving(matmuls), written, of[0], of[1]);
+  EXPECT_EQ(matmuls->live, 64 * 8 * 4);
+}
+
 TEST(SavePolicy, PeakLiesBetweenFullAndNone) {
   if (test_device() != c10::kCPU) {
     GTEST_SKIP() << "an allocator that caches does not tell what is needed";
@@ -375,6 +518,11 @@ TEST(SavePolicy, NamesThatCannotBeSaved) {
   };
   refused([] { save_operators({"aten::mm", "mm"}); }, "there is no operator 'mm'");
   refused([] { save_operators({"aten::linear"}); }, "aten::linear has no results to keep");
+  for (const char* name :
+       {"aten::add_", "aten::view", "aten::_to_copy", "aten::native_dropout", "aten::rand",
+        "c10d::allreduce_"}) {
+    refused([=] { save_operators({name}); }, std::string(name) + " has no results to keep");
+  }
   refused([] { save_within(-1); }, "a budget of -1 bytes is negative");
 }
 
