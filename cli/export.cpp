@@ -1,15 +1,19 @@
 // `fsdp export`: writes the model of a run as a folder that Hugging Face's transformers loads.
 #include <fsdp/checkpoint_tools.h>
 #include <fsdp/error.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <iostream>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "cli/check.h"
 #include "cli/command.h"
@@ -37,11 +41,13 @@ constexpr const char* kCopied[] = {
 /// A folder that is removed unless it gets its final name.
 class NewFolder {
  public:
-  explicit NewFolder(const std::string& out)
-      : out_(out), path_(out + ".unfinished." + std::to_string(getpid())) {
-    check_config(
-        !is_file(out) && (!is_folder(out) || std::filesystem::is_empty(out)), out,
-        " exists already; choose another name");
+  explicit NewFolder(std::string out) : out_(std::move(out)) {
+    while (out_.size() > 1 && out_.ends_with('/')) {
+      out_.pop_back();
+    }
+    struct stat status{};
+    check_config(lstat(out_.c_str(), &status) != 0, out_, " exists already; choose another name");
+    path_ = out_ + ".unfinished." + std::to_string(getpid());
   }
   ~NewFolder() {
     std::error_code ignored;
@@ -54,26 +60,36 @@ class NewFolder {
     return path_;
   }
   void finish() {
-    rmdir(out_.c_str()); // if it is there, it is empty
     if (std::rename(path_.c_str(), out_.c_str()) != 0) {
       throw_cannot_write(out_);
     }
   }
 
  private:
-  const std::string out_;
-  const std::string path_;
+  std::string out_;
+  std::string path_;
 };
 
-/// config.json of the model. That of the folder which the run began with has more: the numbers of
-/// special tokens, for example.
-nlohmann::ordered_json config_for(const TrainConfig& config, const std::string& dtype) {
-  const auto original = read_file(config.from + "/config.json");
-  auto json = !config.from.empty() && original ? nlohmann::ordered_json::parse(*original)
-                                               : hf_config_json(config.model, config.context);
-  json.erase("dtype");
-  json["torch_dtype"] = dtype == "bf16" ? "bfloat16" : dtype == "fp16" ? "float16" : "float32";
-  return json;
+/// config.json of the folder that the run began with. It has more than the sizes: the numbers of
+/// special tokens, for example. Empty, with a warning, if it is not there or is of another model
+/// now.
+std::optional<nlohmann::ordered_json> original_config(const TrainConfig& config) {
+  if (config.from.empty()) {
+    return std::nullopt;
+  }
+  std::string why = "it describes another model now";
+  try {
+    const auto [dims, longest] = read_hf_config(config.from);
+    if (hf_config_json(dims, 0) == hf_config_json(config.model, 0)) {
+      return nlohmann::ordered_json::parse(*read_file(config.from + "/config.json"));
+    }
+  } catch (const ConfigError& error) {
+    why = error.what_without_backtrace();
+  }
+  std::cerr << "fsdp: warning: config.json of " << config.from
+            << " is not used, and the files of its "
+            << "tokenizer are not copied: " << why << std::endl;
+  return std::nullopt;
 }
 
 int export_run(const ExportOptions& options) {
@@ -82,7 +98,10 @@ int export_run(const ExportOptions& options) {
   const auto& config = saved.identity.config;
   const auto dtype = options.dtype.empty() ? config.shard_dtype : options.dtype;
   NewFolder folder(options.out);
-  const auto json = config_for(config, dtype);
+  const auto original = original_config(config);
+  auto json = original.value_or(hf_config_json(config.model, config.context));
+  json.erase("dtype");
+  json["torch_dtype"] = dtype == "bf16" ? "bfloat16" : dtype == "fp16" ? "float16" : "float32";
   const auto report = convert_checkpoint(
       saved.path, folder.path(),
       {.names = {{.from = "model\\.(lm_head\\..*)", .to = "$1"}},
@@ -92,7 +111,7 @@ int export_run(const ExportOptions& options) {
   std::vector<std::string> copied;
   for (const auto* name : kCopied) {
     const auto from = config.from + "/" + name;
-    if (!config.from.empty() && is_file(from)) {
+    if (original && is_file(from)) {
       const auto text = read_file(from);
       check_config(text.has_value(), from, " cannot be read: ", std::strerror(errno));
       write_file(folder.path() + "/" + name, *text);

@@ -26,6 +26,18 @@ using Json = nlohmann::ordered_json;
 // Tables that are the value of an option. Other tables are sections.
 const std::set<std::string> kTables{"mesh"};
 
+/// The options that --model decides.
+const std::set<std::string> kModelOptions{
+    "vocab",       "dim",         "layers",         "heads",    "kv-heads", "hidden",   "tied",
+    "rotary-base", "norm-eps",    "head-dim",       "qkv-bias", "o-bias",   "mlp-bias", "qk-norm",
+    "window",      "window-from", "rotary-scaling", "gemma",    "from"};
+
+/// `options` and `more`.
+std::set<std::string> with(std::set<std::string> options, const std::string& more) {
+  options.insert(more);
+  return options;
+}
+
 /// For an option of the command line: the options of a config file that contradict it, and are
 /// therefore dropped.
 const std::map<std::string, std::set<std::string>> kContradictedOptions{
@@ -36,8 +48,8 @@ const std::map<std::string, std::set<std::string>> kContradictedOptions{
     {"no-save", {"run", "save-every"}},
     {"resume", {"model"}},
     {"mesh", {"ranks"}},
-    {"model",
-     {"vocab", "dim", "layers", "heads", "kv-heads", "hidden", "tied", "rotary-base", "norm-eps"}}};
+    {"model", kModelOptions},
+    {"from", with(kModelOptions, "model")}};
 
 constexpr int64_t kMostBytes = 1 << 20;
 constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF"; // some editors begin a file with it

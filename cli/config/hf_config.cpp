@@ -2,9 +2,9 @@
 
 #include <fsdp/error.h>
 
-#include <map>
-#include <optional>
+#include <cctype>
 #include <set>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -30,8 +30,8 @@ const std::set<std::string> kHarmless{
     "id2label",
     "initializer_range",
     "is_encoder_decoder",
+    "is_llama_config",
     "label2id",
-    "max_window_layers", // read together with use_sliding_window
     "model_type",
     "name_or_path",
     "output_attentions",
@@ -60,10 +60,15 @@ class Fields {
       return otherwise;
     }
     try {
-      return found->template get<T>();
-    } catch (const Json::exception&) {
-      throw_config_error(file_, ": \"", key, "\" is ", found->dump(), ", which has the wrong type");
+      if (!std::is_same_v<T, int64_t> || found->is_number_integer()) { // 2.9 would become 2
+        return found->template get<T>();
+      }
+    } catch (const Json::exception&) { // below
     }
+    throw_config_error(file_, ": \"", key, "\" is ", found->dump(), ", which has the wrong type");
+  }
+  bool has(const std::string& key) const {
+    return json_.contains(key);
   }
   template <class T>
   T require(const std::string& key) {
@@ -99,15 +104,19 @@ class Fields {
 
 /// The base and scaling of the rotary positions. Transformers 5 has them in rope_parameters, and
 /// earlier versions in rope_theta and rope_scaling.
-void read_rotary(Fields& fields, ModelDims& dims) {
+void read_rotary(Fields& fields, int64_t longest, ModelDims& dims) {
   dims.rotary_base = fields.get<double>("rope_theta", 10000);
-  auto scaling = fields.get<Json>("rope_scaling", {});
+  const auto old = fields.get<Json>("rope_scaling", {});
   const auto parameters = fields.get<Json>("rope_parameters", {});
-  scaling = parameters.is_object() ? parameters : scaling;
-  if (!scaling.is_object()) {
+  check_config(
+      old.is_null() || parameters.is_null(), fields.file(),
+      ": it has both \"rope_scaling\" and \"rope_parameters\"; remove one");
+  if (old.is_null() && parameters.is_null()) {
     return;
   }
-  Fields rope(scaling, fields.file() + ": rope_scaling");
+  Fields rope(
+      old.is_null() ? parameters : old,
+      fields.file() + (old.is_null() ? ": rope_parameters" : ": rope_scaling"));
   dims.rotary_base = rope.get<double>("rope_theta", dims.rotary_base);
   const auto old_name = rope.get<std::string>("type", "default");
   const auto type = rope.get<std::string>("rope_type", old_name);
@@ -119,7 +128,7 @@ void read_rotary(Fields& fields, ModelDims& dims) {
             .factor = rope.require<double>("factor"),
             .low = rope.require<double>("low_freq_factor"),
             .high = rope.require<double>("high_freq_factor"),
-            .original = rope.require<int64_t>("original_max_position_embeddings")}
+            .original = rope.get<int64_t>("original_max_position_embeddings", longest)}
             .str();
   } else {
     check_config(
@@ -132,13 +141,21 @@ void read_rotary(Fields& fields, ModelDims& dims) {
 
 /// Which blocks attend to the last `sliding_window` tokens only.
 void read_window(Fields& fields, const std::string& family, ModelDims& dims) {
-  const auto window = fields.get<int64_t>("sliding_window", 0);
-  const bool by_default = family == "mistral";
-  if (fields.get<bool>("use_sliding_window", by_default) && window > 0) {
-    dims.window = window;
-    dims.window_from = family == "mistral" ? 0 : fields.get<int64_t>("max_window_layers", 28);
+  const bool qwen = family == "qwen2" || family == "qwen3";
+  if (qwen || family == "mistral") {   // others have no such field, and refuse it
+    constexpr int64_t kMissing = 4096; // null means none
+    const auto window =
+        fields.get<int64_t>("sliding_window", fields.has("sliding_window") ? 0 : kMissing);
+    const auto from = qwen ? fields.get<int64_t>("max_window_layers", 28) : 0;
+    if (!qwen || fields.get<bool>("use_sliding_window", false)) {
+      dims.window = window;
+      dims.window_from = from;
+    }
   }
   const auto types = fields.get<std::vector<std::string>>("layer_types", {});
+  check_config(
+      types.empty() || static_cast<int64_t>(types.size()) == dims.layers, fields.file(),
+      ": \"layer_types\" has ", types.size(), " entries for ", dims.layers, " layers");
   for (size_t i = 0; i < types.size(); ++i) {
     const bool slides = dims.window > 0 && static_cast<int64_t>(i) >= dims.window_from;
     const auto* const expected = slides ? "sliding_attention" : "full_attention";
@@ -182,25 +199,25 @@ HfConfig read_hf_config(const std::string& folder) {
   dims.norm_eps = fields.get<double>("rms_norm_eps", 1e-6);
   dims.tied = fields.get<bool>("tie_word_embeddings", dims.gemma);
   // Where the field is missing, families have defaults of their own.
+  check_config(fields.get<int64_t>("head_dim", 1) > 0, file, ": \"head_dim\" must be above 0");
   dims.head_size = fields.get<int64_t>(
       "head_dim", family == "qwen3"   ? 128
                   : family == "gemma" ? 256
                                       : 0);
   dims.qk_norm = family == "qwen3";
-  const bool attention_bias = fields.get<bool>("attention_bias", false);
+  // Qwen2 does not read the field.
+  const bool attention_bias = fields.get<bool>("attention_bias", false) && family != "qwen2";
   dims.qkv_bias = attention_bias || family == "qwen2";
   dims.o_bias = attention_bias;
   dims.mlp_bias = fields.get<bool>("mlp_bias", false);
   config.longest = fields.get<int64_t>("max_position_embeddings", 0);
-  read_rotary(fields, dims);
+  read_rotary(fields, config.longest, dims);
   read_window(fields, family, dims);
-  const auto activation = fields.get<std::string>(
-      "hidden_activation",
-      fields.get<std::string>("hidden_act", dims.gemma ? "gelu_pytorch_tanh" : "silu"));
-  const std::string expected = dims.gemma ? "gelu_pytorch_tanh" : "silu";
-  check_config(
-      activation == expected || (dims.gemma && activation == "gelu"), file, ": the activation \"",
-      activation, "\" is not supported; only \"", expected, "\" is");
+  const std::string activation = dims.gemma ? "gelu_pytorch_tanh" : "silu";
+  fields.expect<std::string>("hidden_act", activation);
+  fields.expect<std::string>("hidden_activation", activation);
+  fields.expect<bool>("use_mrope", false);
+  fields.expect<bool>("rope_interleaved", false);
   fields.expect<double>("attention_dropout", 0);
   fields.expect<bool>("use_bidirectional_attention", false);
   fields.expect<double>("partial_rotary_factor", 1);
@@ -216,25 +233,19 @@ nlohmann::ordered_json hf_config_json(const ModelDims& dims, int64_t longest) {
                              : dims.window > 0 ? "mistral"
                                                : "llama";
   const auto scaling = RotaryScaling::parse(dims.rotary_scaling);
-  const bool plain_bias = dims.qkv_bias == dims.o_bias;
-  const bool fits = (plain_bias || qwen2) && !(qwen2 && (dims.qk_norm || dims.gemma)) &&
-                    (!dims.mlp_bias || family == "llama") &&
-                    (!dims.o_bias || family == "llama" || family == "qwen3") &&
+  const bool fits = (dims.qkv_bias || !dims.o_bias) && (!qwen2 || family == "qwen2") &&
+                    !(dims.gemma && dims.qk_norm) && (!dims.mlp_bias || family == "llama") &&
+                    (!dims.o_bias || family == "llama" || family == "qwen3" || dims.gemma) &&
                     (dims.window == 0 || family == "qwen2" || family == "qwen3" ||
-                     (family == "mistral" && dims.window_from == 0)) &&
-                    !(dims.gemma && dims.qk_norm);
+                     (family == "mistral" && dims.window_from == 0));
   check_config(
       fits,
       "no family of models of Hugging Face has all of these options: --qkv-bias, --o-bias, "
       "--mlp-bias, --qk-norm, --window, --gemma");
-  const std::map<std::string, std::string> classes{
-      {"gemma", "GemmaForCausalLM"},
-      {"llama", "LlamaForCausalLM"},
-      {"mistral", "MistralForCausalLM"},
-      {"qwen2", "Qwen2ForCausalLM"},
-      {"qwen3", "Qwen3ForCausalLM"}};
+  auto name = family;
+  name[0] = static_cast<char>(std::toupper(name[0]));
   Json json{
-      {"architectures", {classes.at(family)}},
+      {"architectures", {name + "ForCausalLM"}},
       {"model_type", family},
       {"vocab_size", dims.vocab},
       {"hidden_size", dims.dim},
@@ -258,8 +269,6 @@ nlohmann::ordered_json hf_config_json(const ModelDims& dims, int64_t longest) {
       json["use_sliding_window"] = true;
       json["max_window_layers"] = dims.window_from;
     }
-  } else if (family == "mistral") {
-    json["sliding_window"] = nullptr;
   }
   if (scaling) {
     json["rope_scaling"] = Json{

@@ -76,7 +76,9 @@ Corpus read_folder(const std::string& folder, const std::string& name) {
       ++num_files;
     }
   }
-  check_config(!text.empty(), "--data: there is no text in ", folder);
+  check_config(
+      !text.empty(), "--data: there is no text in ", folder, "; for files of tokens: --data '",
+      folder, "/*.bin'");
   return Corpus(text, name, num_files);
 }
 

@@ -24,10 +24,6 @@ torch::Tensor window_mask(int64_t time, int64_t window, const torch::Tensor& lik
   return distance.ge(0).logical_and(distance.lt(window));
 }
 
-bool ends_with(const std::string& text, const std::string& end) {
-  return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-
 } // namespace
 
 int64_t default_hidden(int64_t dim) {
@@ -177,11 +173,11 @@ void init_weights(Transformer& model, uint64_t seed) {
       model,
       [&](const std::string& name, torch::Tensor& param) {
         if (param.dim() == 1) {
-          param.fill_(ends_with(name, ".bias") || model->dims.gemma ? 0 : 1);
+          param.fill_(name.ends_with(".bias") || model->dims.gemma ? 0 : 1);
           return;
         }
         const bool into_residual =
-            ends_with(name, "o_proj.weight") || ends_with(name, "down_proj.weight");
+            name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
         auto values = param.to(torch::kFloat); // the same ones in any dtype, but for rounding
         values.normal_(0, into_residual ? 0.02 * residual_scale : 0.02);
         param.copy_(values);

@@ -81,6 +81,9 @@ void Narrator::plan(
           config.is_low_precision()
               ? c10::str("; kept in ", config.shard_dtype, ", moments in ", config.moments)
               : ""));
+  if (!config.from.empty()) {
+    screen_.labelled("from", printable(config.from));
+  }
   screen_.labelled(
       "ranks",
       c10::str(

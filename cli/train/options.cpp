@@ -14,6 +14,7 @@
 #include "cli/config/presets.h"
 #include "cli/files.h"
 #include "cli/report/report.h"
+#include "cli/train/pretrained.h"
 #include "cli/train/run_lock.h"
 
 namespace fsdp::cli {
@@ -65,9 +66,8 @@ void add_model_options(CLI::App& command, TrainOptions& options) {
   add("--rotary-base", dims.rotary_base, "Base of the rotary positions");
   add("--norm-eps", dims.norm_eps, "Epsilon of the norms");
   add("--from", options.identity.config.from,
-      "Folder of Hugging Face to begin with: its sizes and weights. The families gemma (the "
-      "first), "
-      "llama, mistral, qwen2 and qwen3");
+      "Hugging Face folder to begin with: its sizes and weights (gemma 1, llama, mistral, qwen2, "
+      "qwen3)");
   command.option_defaults()->group("Model, where it differs from Llama");
   add("--head-dim", dims.head_size, "Size of a head; 0: --dim divided by --heads");
   add("--qkv-bias", dims.qkv_bias, "Biases for queries, keys and values: true or false");
@@ -88,8 +88,8 @@ void add_training_options(CLI::App& command, TrainOptions& options) {
     return command.add_option(name, value, help)->capture_default_str();
   };
   add("--steps", config.steps, "Number of updates");
-  add("--batch", config.batch, "Rows of text per update, of all ranks together");
-  add("--context", config.context, "Bytes per row");
+  add("--batch", config.batch, "Rows per update, of all ranks together");
+  add("--context", config.context, "Tokens per row");
   add("--data", options.identity.data,
       "File or folder of text, or files of tokens: .bin or .npy, or a pattern for several "
       "[LibTorch's C++ headers]");
@@ -231,12 +231,12 @@ namespace {
 /// Sets the sizes of the model to those in the folder of --from.
 void take_pretrained_sizes(TrainOptions& options) {
   auto& config = options.identity.config;
-  config.from = real_path(config.from);
   check_config(
       !options.given.contains("model"), "--model ", options.model,
       ": --from has the sizes of the model; leave it out");
   const auto given = config;
   const auto [dims, longest] = read_hf_config(config.from);
+  check_weight_files(config.from);
   config.model = dims;
   for_each_option([&](const char* name, auto in, bool fixed) {
     if (fixed && options.given.contains(name)) {
@@ -259,6 +259,7 @@ void take_pretrained_sizes(TrainOptions& options) {
 
 void resolve_defaults(TrainOptions& options) {
   auto& config = options.identity.config;
+  config.from = config.from.empty() ? "" : real_path(config.from);
   const auto given = config;
   if (config.from.empty()) {
     config.model = model_preset(options.model);
@@ -274,10 +275,11 @@ void resolve_defaults(TrainOptions& options) {
   };
   take_given();
   auto& dims = config.model;
-  if (options.given.contains("heads")) { // kv_heads follows from heads, and hidden from dim
+  const bool derives = config.from.empty();
+  if (derives && options.given.contains("heads")) { // kv_heads follows from heads, hidden from dim
     dims.kv_heads = default_kv_heads(dims.heads);
   }
-  if (options.given.contains("dim")) {
+  if (derives && options.given.contains("dim")) {
     dims.hidden = default_hidden(dims.dim);
   }
   if (config.optimizer == "muon") {

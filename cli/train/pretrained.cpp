@@ -2,36 +2,133 @@
 
 #include <fsdp/checkpoint.h>
 #include <fsdp/checkpoint_tools.h>
+#include <fsdp/distributed.h>
 #include <fsdp/state_dict.h>
 
+#include <fstream>
+#include <functional>
+#include <set>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
 #include "cli/check.h"
+#include "cli/files.h"
 
 namespace fsdp::cli {
 
 namespace {
 
-/// Throws ConfigError if the folder has a tensor that is not in `state`.
-void check_all_used(const StateDict& state, const ModelDims& dims, const std::string& folder) {
+constexpr const char* kHead = "lm_head.weight";
+
+/// The names of the files that the folder's index lists. Empty without an index.
+std::set<std::string> files_in_index(const std::string& folder) {
+  const auto path = folder + "/model.safetensors.index.json";
+  const auto text = read_file(path);
+  std::set<std::string> files;
+  if (text) {
+    try {
+      const auto index = nlohmann::json::parse(*text);
+      for (const auto& [tensor, file] : index.at("weight_map").items()) {
+        files.insert(file.get<std::string>());
+      }
+    } catch (const nlohmann::json::exception& error) {
+      throw_config_error("--from: ", path, " cannot be read: ", error.what());
+    }
+  }
+  return files;
+}
+
+/// Throws ConfigError if the folder has a tensor that is not in `state`. Returns true if it has an
+/// output layer although the model has none of its own.
+bool check_all_used(const StateDict& state, const ModelDims& dims, const std::string& folder) {
+  bool has_head = false;
   for (const auto& tensor : inspect_checkpoint(folder).tensors) {
     const auto& name = tensor.name;
-    const bool head = name.starts_with("lm_head.");
-    const bool used = state.contains(head ? "model." + name : name);
-    // Some programs write the shared weight twice, and tables that can be computed.
-    const bool harmless = (head && dims.tied) || name.ends_with("rotary_emb.inv_freq");
+    const bool used = state.contains(name.starts_with("lm_head.") ? "model." + name : name);
+    const bool shared = dims.tied && name == kHead; // some programs write the weight twice
+    has_head |= shared;
     check_config(
-        used || harmless, "--from ", folder, ": the model that config.json describes has no '",
-        name, "', which ", tensor.pieces.front().file, " holds");
+        used || shared || name.ends_with("rotary_emb.inv_freq"), "--from ", folder,
+        ": the model that config.json describes has no '", name, "', which ",
+        tensor.pieces.front().file, " holds");
   }
+  return has_head;
+}
+
+/// This rank's part of the embedding, after it was read from the tensor with this name.
+torch::Tensor embedding_as(Transformer& model, const std::string& name, const std::string& folder) {
+  StateDict state;
+  const auto all = get_model_state_dict(model);
+  state.insert_all(all.below("embed_tokens."), "embed_tokens.");
+  load(state, folder, {.names = {{.from = "embed_tokens\\.weight", .to = name}}});
+  return model->embed_tokens->weight.detach().clone();
 }
 
 } // namespace
 
+void check_weight_files(const std::string& folder) {
+  check_config(is_folder(folder), "--from: there is no folder ", folder);
+  const auto indexed = files_in_index(folder);
+  const bool whole = is_file(folder + "/model.safetensors");
+  check_config(
+      indexed.empty() || !whole || indexed.contains("model.safetensors"), "--from ", folder,
+      ": it has both model.safetensors and model.safetensors.index.json, which lists other files; "
+      "remove one of the two");
+  for (const auto& file : indexed) {
+    check_config(
+        is_file(folder + "/" + file), "--from ", folder, ": there is no ", file,
+        ", which model.safetensors.index.json lists");
+  }
+  check_config(
+      whole || !indexed.empty(), "--from ", folder, " has no model.safetensors",
+      is_file(folder + "/pytorch_model.bin") || is_file(folder + "/pytorch_model.bin.index.json")
+          ? "; its weights are in pytorch_model.bin, and save_pretrained of transformers writes "
+            "them again as safetensors"
+          : "");
+}
+
+std::string weights_fingerprint(const std::string& folder) {
+  constexpr int64_t kSamples = 64; // of each file
+  size_t hash = 0;
+  const auto add = [&](const std::string& text) {
+    hash = hash * 1000003 + std::hash<std::string>{}(text);
+  };
+  std::set<std::string> files;
+  for (const auto& tensor : inspect_checkpoint(folder).tensors) {
+    add(tensor.name + tensor.dtype + c10::str(at::IntArrayRef(tensor.shape)));
+    for (const auto& piece : tensor.pieces) {
+      files.insert(piece.file);
+    }
+  }
+  for (const auto& file : files) {
+    std::ifstream stream(folder + "/" + file, std::ios::binary | std::ios::ate);
+    const auto size = static_cast<int64_t>(stream.tellg());
+    for (int64_t i = 0; i < kSamples; ++i) {
+      std::string sample(4096, '\0');
+      stream.clear();
+      stream.seekg(size / kSamples * i);
+      stream.read(sample.data(), static_cast<std::streamsize>(sample.size()));
+      add(sample);
+    }
+  }
+  return std::to_string(hash);
+}
+
 void load_pretrained(Transformer& model, const std::string& folder) {
   StateDict state;
   state.insert_all(get_model_state_dict(model), "model.");
-  check_all_used(state, model->dims, folder);
+  const bool has_head = check_all_used(state, model->dims, folder);
+  const auto head = has_head ? embedding_as(model, kHead, folder) : torch::Tensor();
   // The output layer is not a part of what Hugging Face calls the model.
   load(state, folder, {.names = {{.from = "model\\.(lm_head\\..*)", .to = "$1"}}});
+  if (has_head) {
+    const auto same = torch::full({1}, head.equal(model->embed_tokens->weight) ? 1 : 0);
+    default_group().all_reduce(same, ReduceOp::Min);
+    check_config(
+        same.item<float>() == 1, "--from ", folder, ": config.json has tie_word_embeddings, but ",
+        kHead, " is not the weight of the embedding");
+  }
 }
 
 } // namespace fsdp::cli

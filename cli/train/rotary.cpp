@@ -11,12 +11,12 @@
 namespace fsdp::cli {
 
 std::string RotaryScaling::str() const {
-  char text[128];
+  char text[160];
   if (original == 0) {
-    std::snprintf(text, sizeof(text), "linear:%g", factor);
+    std::snprintf(text, sizeof(text), "linear:%.17g", factor);
   } else {
     std::snprintf(
-        text, sizeof(text), "llama3:%g,%g,%g,%lld", factor, low, high,
+        text, sizeof(text), "llama3:%.17g,%.17g,%.17g,%lld", factor, low, high,
         static_cast<long long>(original));
   }
   return text;

@@ -204,7 +204,8 @@ void check_text(const RunIdentity& mine, const SavedRun& saved) {
       !saved.has_checkpoint || mine.fingerprint == saved.identity.fingerprint,
       "--data: the text of ", name(mine), " is not the one that ", saved.path.string(),
       " was trained on (",
-      mine.data == saved.identity.data ? "it has changed since" : name(saved.identity),
+      mine.data == saved.identity.data ? "it has changed since, or --token-dtype is another"
+                                       : name(saved.identity),
       "); leave out --resume to start another run");
 }
 

@@ -86,10 +86,12 @@ struct TokenLayout {
 
 /// Throws ConfigError unless the file has all of its tokens and nothing behind them.
 TokenLayout checked(const MappedFile& file, const TokenLayout& layout, const char* says) {
-  const auto room = (file.size() - layout.offset) / bytes_of(layout.type);
+  const auto room = file.size() - layout.offset;
   check_config(
-      layout.count >= 0 && layout.count <= room, "--data: ", file.path(), " is cut off: ", says,
-      " ", layout.count, " tokens, and there are ", room);
+      layout.count >= 0 && room % bytes_of(layout.type) == 0 &&
+          layout.count == room / bytes_of(layout.type),
+      "--data: ", file.path(), " is damaged: ", says, " ", layout.count, " tokens, and there are ",
+      room / bytes_of(layout.type));
   return layout;
 }
 
@@ -99,6 +101,10 @@ constexpr int64_t kLlmcHeader = 256 * 4;  // bytes
 
 /// llm.c: 256 numbers of 4 bytes, of which the first is a mark and the third the number of tokens.
 TokenLayout llmc_layout(const MappedFile& file) {
+  const auto version = file.at<int32_t>(4);
+  check_config(
+      version == (file.at<int32_t>(0) == kLlmcGpt2 ? 1 : 7), "--data: ", file.path(),
+      " has a header of llm.c of version ", version, ", which is not known here");
   return checked(
       file,
       {.type = file.at<int32_t>(0) == kLlmcGpt2 ? TokenType::uint16 : TokenType::uint32,
@@ -141,7 +147,7 @@ TokenLayout npy_layout(const MappedFile& file) {
   }
   long long count = 0;
   char end = 0;
-  if (std::sscanf(value_of("shape").c_str(), " (%lld,%c", &count, &end) != 2 || end != ')') {
+  if (std::sscanf(value_of("shape").c_str(), " (%lld , %c", &count, &end) != 2 || end != ')') {
     refuse("it must have one axis");
   }
   layout.count = count;
@@ -158,6 +164,7 @@ TokenLayout megatron_layout(const MappedFile& file, const std::string& index_pat
       " is not an index of Megatron; rename it if ", file.path(), " has nothing to do with it");
   const auto code = index.at<uint8_t>(17);
   const auto sequences = index.at<int64_t>(18);
+  const auto documents = index.at<int64_t>(26);
   TokenLayout layout;
   layout.type = code == 1   ? TokenType::uint8
                 : code == 8 ? TokenType::uint16
@@ -167,11 +174,17 @@ TokenLayout megatron_layout(const MappedFile& file, const std::string& index_pat
       code == 1 || code == 4 || code == 5 || code == 8, "--data: ", index_path,
       " says that tokens have type ", int{code},
       " of Megatron; uint8 (1), int32 (4), int64 (5) and uint16 (8) can be read");
+  // A length and a place for each sequence, and a number for each document.
+  const auto rest = index.size() - kHeader;
   check_config(
-      sequences >= 0 && sequences <= (index.size() - kHeader) / 4, "--data: ", index_path,
-      " is cut off: it should have ", sequences, " sequences");
+      index.at<int64_t>(9) == 1 && sequences >= 0 && sequences <= rest / 12 && documents >= 0 &&
+          documents <= rest / 8 && 12 * sequences + 8 * documents == rest,
+      "--data: ", index_path, " is damaged: it has ", index.size(), " bytes, and should have ",
+      sequences, " sequences and ", documents, " documents in version 1");
   for (int64_t i = 0; i < sequences; ++i) {
-    layout.count += index.at<int32_t>(kHeader + 4 * i);
+    const auto length = index.at<int32_t>(kHeader + 4 * i);
+    check_config(length >= 0, "--data: ", index_path, ": sequence ", i, " has the length ", length);
+    layout.count += length;
   }
   return checked(file, layout, "its index has");
 }

@@ -27,6 +27,7 @@
 #include "cli/train/narrator.h"
 #include "cli/train/options.h"
 #include "cli/train/plan.h"
+#include "cli/train/pretrained.h"
 #include "cli/train/run_checkpoint.h"
 #include "cli/train/run_folder.h"
 #include "cli/train/signals.h"
@@ -162,6 +163,10 @@ int train_rank(
     load_run(*saved, trainer, run);
   } else if (!config.from.empty()) {
     trainer.load_pretrained(config.from);
+    if (get_rank() == 0 && corpus.is_text() && is_file(config.from + "/tokenizer.json")) {
+      std::cerr << "fsdp: warning: the text is read as bytes, but the model knows the tokens of "
+                << config.from << "/tokenizer.json; give files of these with --data" << std::endl;
+    }
   }
   const auto plan = make_plan(config, *config.mesh, {.saves = options.saves_on_the_way()});
   StopSignals::expect_within(0); // from here on, no rank may end alone at once
@@ -239,7 +244,8 @@ int dry_run(TrainOptions& options) {
 std::map<std::string, std::string> shared_settings(
     const TrainOptions& options, const Corpus& corpus, const std::optional<SavedRun>& saved) {
   auto json = config_json(options);
-  json.erase("data");          // its path may differ between machines, its text may not
+  json.erase("data"); // paths may differ between machines, what is there may not
+  json.erase("from");
   json["mesh"] = options.mesh; // as given: how many ranks there are is not known yet
   json["run"] = options.run;
   json["no-save"] = options.no_save;
@@ -250,6 +256,9 @@ std::map<std::string, std::string> shared_settings(
   settings["the text of --data"] = c10::str(
       corpus.num_train() + corpus.num_held_out(), " ", corpus.unit(), " with the hash ",
       corpus.fingerprint());
+  const auto& from = options.identity.config.from;
+  settings["the weights of --from"] =
+      from.empty() || (saved && saved->has_checkpoint) ? "none" : weights_fingerprint(from);
   settings["the checkpoint to resume from"] =
       saved && saved->has_checkpoint ? saved->path.filename().string() : "none";
   return settings;
@@ -271,6 +280,12 @@ std::map<std::string, std::string> shared_settings(
   replace_process(words);
 }
 
+/// The path from the root, also of a pattern.
+std::string absolute_path(const std::string& path) {
+  const auto real = real_path(path);
+  return real.starts_with("/") ? real : real_path(".") + "/" + real;
+}
+
 /// If the job has been started again, or with --go-on: continues the run in the folder of --run, if
 /// there is one, with all ranks that are there.
 void resolve_restart(TrainOptions& options) {
@@ -289,6 +304,8 @@ void resolve_restart(TrainOptions& options) {
   if (options.go_on && options.resume.empty() && is_file(options.run + "/" + kConfigFile)) {
     options.resume = options.run;
     options.given.erase("model"); // the run has its sizes
+    options.given.erase("from");
+    options.identity.config.from.clear();
   }
 }
 
@@ -315,6 +332,9 @@ int train(TrainOptions options) {
       options.run = options.resume;
     }
   }
+  if (!config.from.empty() && !(saved && saved->has_checkpoint)) {
+    check_weight_files(config.from);
+  }
   resolve_folder_options(options, before);
   if (options.dry_run) {
     return dry_run(options);
@@ -339,7 +359,7 @@ int train(TrainOptions options) {
   }
   const auto corpus = identity.data.empty() ? Corpus::libtorch_headers() : read_corpus(options);
   corpus.check_context(config.context);
-  identity.data = identity.data.empty() ? "" : real_path(identity.data);
+  identity.data = identity.data.empty() ? "" : absolute_path(identity.data);
   identity.fingerprint = corpus.fingerprint();
   if (saved) {
     check_text(identity, *saved);

@@ -13,6 +13,7 @@
 #include "cli/files.h"
 #include "cli/tiny_run.h"
 #include "cli/train/pretrained.h"
+#include "cli/train/rotary.h"
 #include "cli/train/trainer.h"
 #include "support/processes.h"
 #include "support/tensors.h"
@@ -191,7 +192,19 @@ TEST(HfConfig, WhatIsNotSupportedIsNamed) {
   refused(with("model_type", Json(nullptr)), "\"model_type\" is missing");
   refused(with("vocab_size", "many"), "\"vocab_size\" is \"many\", which has the wrong type");
   refused([](Json& json) { json.erase("hidden_size"); }, "\"hidden_size\" is missing");
-  refused(with("hidden_act", "relu"), "the activation \"relu\" is not supported");
+  refused(with("hidden_act", "relu"), "\"hidden_act\" is \"relu\", which is not supported");
+  refused(with("hidden_activation", "gelu"), "\"hidden_activation\" is \"gelu\", which is not");
+  refused(with("num_hidden_layers", 2.9), "\"num_hidden_layers\" is 2.9, which has the wrong type");
+  refused(with("head_dim", 0), "\"head_dim\" must be above 0");
+  refused(with("sliding_window", 5), "\"sliding_window\": 5 is not known here");
+  refused(with("layer_types", Json{"full_attention"}), "has 1 entries for 2 layers");
+  refused(with("rope_scaling", "linear"), "rope_scaling: it does not hold an object");
+  refused(
+      [](Json& json) {
+        json["rope_scaling"] = Json{{"type", "linear"}, {"factor", 2}};
+        json["rope_parameters"] = Json{{"rope_theta", 1e4}};
+      },
+      "it has both \"rope_scaling\" and \"rope_parameters\"");
   refused(with("attention_dropout", 0.1), "\"attention_dropout\" is 0.1, which is not supported");
   refused(with("num_local_experts", 8), "\"num_local_experts\": 8 is not known here");
   refused(
@@ -211,6 +224,34 @@ TEST(HfConfig, WhatIsNotSupportedIsNamed) {
       contains(message_of<ConfigError>([&] { read_hf_config(folder); }), "has no config.json"));
   write_file(folder + "/config.json", "[1, 2");
   EXPECT_TRUE(contains(message_of<ConfigError>([&] { read_hf_config(folder); }), "it is not JSON"));
+}
+
+TEST(HfConfig, MissingFieldsHaveTheDefaultsOfTheirFamily) {
+  const auto dims = [](auto change) { return read_hf_config(folder_with(change)).dims; };
+  EXPECT_EQ(dims([](Json& json) { json["model_type"] = "mistral"; }).window, 4096);
+  const auto no_window = [](Json& json) {
+    json["model_type"] = "mistral";
+    json["sliding_window"] = nullptr;
+  };
+  EXPECT_EQ(dims(no_window).window, 0);
+  EXPECT_EQ(dims([](Json& json) { json["model_type"] = "qwen2"; }).window, 0);
+  const auto used = [](Json& json) {
+    json["model_type"] = "qwen2";
+    json["use_sliding_window"] = true;
+    json["max_window_layers"] = 1;
+    json["attention_bias"] = true; // Qwen2 does not read it
+  };
+  EXPECT_EQ(dims(used).window, 4096);
+  EXPECT_EQ(dims(used).window_from, 1);
+  EXPECT_FALSE(dims(used).o_bias);
+  EXPECT_EQ(dims([](Json& json) { json["model_type"] = "qwen3"; }).head_dim(), 128);
+  EXPECT_EQ(dims([](Json& json) { json["model_type"] = "gemma"; }).head_dim(), 256);
+  EXPECT_TRUE(dims([](Json& json) { json["model_type"] = "gemma"; }).tied);
+  EXPECT_EQ(dims([](Json&) {}).head_dim(), 16);
+  const auto scaled = [](Json& json) {
+    json["rope_scaling"] = Json{{"type", "linear"}, {"factor", 3.3333337}};
+  };
+  EXPECT_EQ(RotaryScaling::parse(dims(scaled).rotary_scaling)->factor, 3.3333337);
 }
 
 TEST(HfConfig, WhatIsWrittenIsReadAgain) {
@@ -254,6 +295,65 @@ TEST(HfModel, WeightsThatDoNotFitAreNamed) {
       contains(message("llama", [](ModelDims& dims) { dims.hidden = 128; }), "_proj.weight"));
   EXPECT_TRUE(
       contains(message("llama", [](ModelDims& dims) { dims.layers = 2; }), "'model.layers.2."));
+}
+
+TEST(HfModel, AnOutputLayerThatIsSharedMustBeTheEmbedding) {
+  SKIP_WITHOUT_TRANSFORMERS();
+  for (const bool same : {true, false}) {
+    const auto folder = test::temporary_folder() + "/tied";
+    std::filesystem::copy(models().folder + "/llama-tied", folder);
+    run_ranks(2, [&](int rank) {
+      const auto config = config_of("llama-tied", {.shard = 2});
+      auto model = loaded(config, TrainMesh(*config.mesh, c10::kCPU), "llama-tied");
+      const auto embedding = as_dtensor(model->embed_tokens->weight).full_tensor();
+      StateDict head;
+      head.insert("lm_head.weight", embedding + (same ? 0 : 1e-3));
+      save_hf(head, folder + ".head");
+      if (rank == 0) {
+        std::filesystem::rename(folder + ".head/model.safetensors", folder + "/head.safetensors");
+        std::filesystem::remove(folder + "/model.safetensors.index.json");
+      }
+      default_group().barrier();
+      const auto load_again = [&] { load_pretrained(model, folder); };
+      if (same) {
+        load_again();
+        EXPECT_SAME(as_dtensor(model->embed_tokens->weight).full_tensor(), embedding);
+      } else {
+        EXPECT_TRUE(contains(
+            message_of<ConfigError>(load_again), "lm_head.weight is not the weight of the"));
+      }
+    });
+  }
+}
+
+TEST(HfModel, FoldersWithoutTheirWeightsAreRefused) {
+  SKIP_WITHOUT_TRANSFORMERS();
+  const auto refused = [](auto change, const std::string& part) {
+    const auto folder = test::temporary_folder() + "/model";
+    std::filesystem::copy(models().folder + "/llama", folder); // of several files
+    change(folder);
+    const auto message = message_of<ConfigError>([&] { check_weight_files(folder); });
+    EXPECT_TRUE(contains(message, part)) << message;
+  };
+  refused(
+      [](const std::string& folder) {
+        std::filesystem::remove(folder + "/model-00002-of-00010.safetensors");
+      },
+      "there is no model-00002-of-00010.safetensors");
+  refused(
+      [](const std::string& folder) { write_file(folder + "/model.safetensors", "x"); },
+      "it has both model.safetensors and");
+  refused(
+      [](const std::string& folder) {
+        std::filesystem::remove(folder + "/model.safetensors.index.json");
+        write_file(folder + "/pytorch_model.bin", "x");
+      },
+      "its weights are in pytorch_model.bin");
+  const auto fingerprint = [](const std::string& name) {
+    return weights_fingerprint(models().folder + "/" + name);
+  };
+  EXPECT_EQ(fingerprint("llama"), fingerprint("llama"));
+  EXPECT_NE(fingerprint("llama3.1"), fingerprint("llama-linear"));
 }
 
 // ------------------------------------------------------------ The tool

@@ -55,7 +55,7 @@ std::string npy(const std::string& dtype, const std::string& shape, const std::s
 std::string llmc(int64_t mark, const std::string& data, int64_t count) {
   std::vector<int64_t> header(256);
   header[0] = mark;
-  header[1] = 1;
+  header[1] = mark == 20240520 ? 1 : 7;
   header[2] = count;
   return raw<int32_t>(header) + data;
 }
@@ -115,8 +115,11 @@ TEST(TokenFiles, BadFilesAreNamed) {
   refused(written("empty.bin", ""), "is empty, or not a file");
   refused(
       written("cut.bin", llmc(20240520, raw<uint16_t>(tokens), 5001)),
-      "is cut off: its header has 5001 tokens, and there are 5000");
-  refused(written("cut.npy", npy("<u2", "(5001,)", raw<uint16_t>(tokens))), "is cut off");
+      "is damaged: its header has 5001 tokens, and there are 5000");
+  refused(
+      written("more.bin", llmc(20240520, raw<uint16_t>(tokens), 3000)),
+      "its header has 3000 tokens, and there are 5000");
+  refused(written("cut.npy", npy("<u2", "(5001,)", raw<uint16_t>(tokens))), "is damaged");
   refused(
       written("wide.npy", npy("<u2", "(50, 100)", raw<uint16_t>(tokens))), "must have one axis");
   refused(written("real.npy", npy("<f4", "(5000,)", raw<uint32_t>(tokens))), "its dtype is not");
@@ -128,7 +131,15 @@ TEST(TokenFiles, BadFilesAreNamed) {
   const auto path = written("m.bin", raw<uint16_t>(tokens));
   const auto index = path.substr(0, path.size() - 4) + ".idx";
   std::ofstream(index) << megatron_index(8, 2000, 3001);
-  refused(path, "is cut off: its index has 5001 tokens");
+  refused(path, "is damaged: its index has 5001 tokens");
+  std::ofstream(index) << megatron_index(8, 6000, -1000);
+  EXPECT_TRUE(contains(
+      message_of<ConfigError>([&] { open_token_files({path}, RawTokens::uint16, 60000); }),
+      "sequence 1 has the length -1000"));
+  std::ofstream(index) << megatron_index(8, 2000, 3000).substr(0, 60);
+  EXPECT_TRUE(contains(
+      message_of<ConfigError>([&] { open_token_files({path}, RawTokens::uint16, 60000); }),
+      "is damaged: it has 60 bytes"));
   std::ofstream(index) << megatron_index(6, 2000, 3000);
   EXPECT_TRUE(contains(
       message_of<ConfigError>([&] { open_token_files({path}, RawTokens::uint16, 60000); }),
