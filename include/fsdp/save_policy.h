@@ -36,8 +36,9 @@ struct FSDP_API RanOperator {
 ///
 /// It is asked about operators that autograd records, below autograd: about `aten::mm` and not
 /// about `aten::linear`. It is not asked about operators that write to an argument, return a view,
-/// draw random numbers or choose a device (casts do), nor about results that are not dense tensors
-/// and numbers. These always run again. So does an operator whose result was written to afterwards.
+/// draw random numbers or choose a device (casts do), nor about results that are not numbers and
+/// dense tensors with memory of their own. These always run again. So does an operator whose result
+/// was written to afterwards.
 ///
 /// An operator of your own must say in its schema what it writes to, and have the tag
 /// nondeterministic_seeded if it draws random numbers.

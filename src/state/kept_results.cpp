@@ -44,13 +44,19 @@ bool is_recorded(c10::ArrayRef<c10::IValue> arguments) {
   return recorded && at::GradMode::is_enabled();
 }
 
-/// Whether these results can be watched: numbers, and tensors with memory of their own.
-bool can_watch(c10::ArrayRef<c10::IValue> results) {
+/// Whether the results can be watched: numbers, and tensors with memory of their own. What shares
+/// memory with an argument is quick to make again.
+bool can_watch(const RanOperator& ran) {
   bool can = true;
-  for (const auto& value : results) {
+  for (const auto& value : ran.results) {
     can &= value.isTensor() || value.isTensorList() || value.isNone() || value.isScalar();
   }
-  for_each_tensor(results, [&](const at::Tensor& each) { can &= each.has_storage(); });
+  for_each_tensor(ran.results, [&](const at::Tensor& result) {
+    can &= result.has_storage();
+    for_each_tensor(ran.arguments, [&](const at::Tensor& argument) {
+      can = can && !(argument.has_storage() && argument.is_alias_of(result));
+    });
+  });
   return can;
 }
 
@@ -179,7 +185,7 @@ class KeptResults::Keep : public Interceptor {
     auto& entry = entries.emplace_back();
     run(kernel, entries.size() - 1, stack, [&](const RanOperator& ran) {
       watch(ran.results);
-      if (can_watch(ran.results) && kept_.policy_->save(ran)) {
+      if (can_watch(ran) && kept_.policy_->save(ran)) {
         entry = {aliases_of(ran.results), {}, ran.bytes()};
         for_each_tensor(entry.results, [&](const at::Tensor& each) {
           kept_.by_memory_[each.storage().unsafeGetStorageImpl()] = &entry;

@@ -248,6 +248,21 @@ TEST(SavePolicy, WritesToWhatSharesMemoryWithAResult) {
     parts[0].add_(1);
     return parts[0].sin() * parts[1];
   });
+  expect_right(of, [](const Tensors& t) { // a write through a name of a name
+    const auto product = t[0][0].mm(t[1]);
+    const auto once = at::_unsafe_view(product, {4, 3});
+    auto twice = at::_unsafe_view(once, {2, 6});
+    const auto before = once * 2;
+    twice.add_(1);
+    return before.sum() + once.clone().sum() + twice.sin().sum();
+  });
+  expect_right(of, [](const Tensors& t) { // a write to the first name
+    auto product = t[0][0].mm(t[1]);
+    const auto other = at::_unsafe_view(product, {4, 3});
+    const auto before = other * 3;
+    product.add_(1);
+    return before.sin().sum() + product.exp().sum();
+  });
   const Tensors attention{leaf({1, 2, 3, 4}, 1), leaf({3, 3}, 2)};
   expect_right(attention, [](const Tensors& t) {
     return torch::scaled_dot_product_attention(t[0], t[0], t[0], t[1]).sin();
