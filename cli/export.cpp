@@ -19,6 +19,7 @@
 #include "cli/command.h"
 #include "cli/config/hf_config.h"
 #include "cli/files.h"
+#include "cli/train/pretrained.h"
 #include "cli/train/progress.h"
 #include "cli/train/run_checkpoint.h"
 
@@ -104,9 +105,7 @@ int export_run(const ExportOptions& options) {
   json["torch_dtype"] = dtype == "bf16" ? "bfloat16" : dtype == "fp16" ? "float16" : "float32";
   const auto report = convert_checkpoint(
       saved.path, folder.path(),
-      {.names = {{.from = "model\\.(lm_head\\..*)", .to = "$1"}},
-       .only = "model\\..*",
-       .dtype = dtype_of(dtype)});
+      {.names = hf_names(), .only = "model\\..*", .dtype = dtype_of(dtype)});
   write_file(folder.path() + "/config.json", json.dump(2) + "\n");
   std::vector<std::string> copied;
   for (const auto* name : kCopied) {

@@ -12,11 +12,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <numeric>
 #include <utility>
 #include <vector>
 
 #include "cli/check.h"
 #include "cli/files.h"
+#include "cli/hash.h"
 #include "cli/report/report.h"
 
 namespace fsdp::cli {
@@ -93,14 +95,6 @@ std::string loaded_headers() {
   return folder.substr(0, folder.rfind('/')) + "/include";
 }
 
-/// A hash that looks random and is the same on every machine (splitmix64).
-uint64_t splitmix64(uint64_t x) {
-  x += 0x9e3779b97f4a7c15;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-  return x ^ (x >> 31);
-}
-
 /// Puts [0, size) into an order that looks random: returns what comes at `index`. A Feistel network
 /// permutes the next power of four; numbers beyond `size` are permuted again until one is inside.
 int64_t permuted(int64_t index, int64_t size, uint64_t key) {
@@ -143,7 +137,7 @@ constexpr int64_t kSampledTokens = 1 << 22; // to count them
 
 } // namespace
 
-Corpus Corpus::read(const std::string& path, RawTokens raw, int64_t vocab) {
+Corpus Corpus::read(const std::string& path, TokenType raw, int64_t vocab) {
   const auto open_tokens = [&](const std::vector<std::string>& files) {
     Corpus corpus(open_token_files(files, raw, vocab), path, static_cast<int64_t>(files.size()));
     for (const auto part : {Part::train, Part::held_out}) {
@@ -176,7 +170,7 @@ Corpus Corpus::libtorch_headers() {
 
 Corpus::Corpus(std::string text, std::string name, int64_t num_files)
     : Corpus(std::make_shared<TextSource>(std::move(text)), std::move(name), num_files) {
-  text_ = std::static_pointer_cast<const TextSource>(source_);
+  is_text_ = true;
 }
 
 Corpus::Corpus(std::shared_ptr<TokenSource> tokens, std::string name, int64_t num_files)
@@ -304,29 +298,32 @@ std::string Corpus::prompt() const {
   return text.substr(0, 16);
 }
 
+std::vector<double> Corpus::count_tokens(Part part) const {
+  std::vector<double> counts(256);
+  sample(part, is_text() ? size_of(part) : kSampledTokens, [&](const auto& tokens) {
+    for (const auto token : tokens) {
+      counts.resize(std::max(counts.size(), static_cast<size_t>(token) + 1));
+      ++counts[static_cast<size_t>(token)];
+    }
+  });
+  return counts;
+}
+
 double Corpus::frequency_loss() const {
-  const auto most = is_text() ? source_->size() : kSampledTokens;
-  std::vector<double> known(256); // how often each token was seen
-  double num_known = 0;
-  sample(Part::train, most, [&](const std::vector<int64_t>& tokens) {
-    num_known += static_cast<double>(tokens.size());
-    for (const auto token : tokens) {
-      known.resize(std::max(known.size(), static_cast<size_t>(token) + 1));
-      ++known[static_cast<size_t>(token)];
-    }
-  });
+  const auto known = count_tokens(Part::train);
+  const auto asked = count_tokens(Part::held_out);
+  const auto sum = [](const auto& counts) {
+    return std::accumulate(counts.begin(), counts.end(), 0.0);
+  };
+  const auto num_known = sum(known);
   double loss = 0;
-  double num_asked = 0;
-  sample(Part::held_out, most, [&](const std::vector<int64_t>& tokens) {
-    num_asked += static_cast<double>(tokens.size());
-    for (const auto token : tokens) {
-      const auto at = static_cast<size_t>(token);
-      const auto count = at < known.size() ? known[at] : 0;
-      // Adds one to each count, so that no token has probability 0.
-      loss -= std::log((count + 1) / (num_known + static_cast<double>(known.size())));
-    }
-  });
-  return loss / num_asked;
+  for (size_t token = 0; token < asked.size(); ++token) {
+    const auto count = token < known.size() ? known[token] : 0;
+    // Adds one to each count, so that no token has probability 0.
+    const auto probability = (count + 1) / (num_known + static_cast<double>(known.size()));
+    loss -= asked[token] * std::log(probability);
+  }
+  return loss / sum(asked);
 }
 
 } // namespace fsdp::cli

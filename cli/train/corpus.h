@@ -34,7 +34,7 @@ class Corpus {
   /// runs. Opens a file of tokens, or all that a pattern such as "part_*.bin" finds, in the order
   /// of their names; see `open_token_files`. Throws ConfigError with a message that names --data.
   static Corpus read(
-      const std::string& path, RawTokens raw = RawTokens::uint16, int64_t vocab = 256);
+      const std::string& path, TokenType raw = TokenType::uint16, int64_t vocab = 256);
   /// The C++ headers of the LibTorch that this process has loaded. If they are not there, those of
   /// the LibTorch that the tool was built with.
   static Corpus libtorch_headers();
@@ -44,7 +44,7 @@ class Corpus {
 
   /// False for files of tokens.
   bool is_text() const {
-    return text_ != nullptr;
+    return is_text_;
   }
   /// "bytes" or "tokens".
   const char* unit() const {
@@ -100,12 +100,14 @@ class Corpus {
       Part part,
       int64_t most,
       const std::function<void(const std::vector<int64_t>& tokens)>& visit) const;
+  /// How often each token is in a part, or in samples of it.
+  std::vector<double> count_tokens(Part part) const;
   std::string held_out_text() const;
 
   std::string name_;
   int64_t num_files_;
-  std::shared_ptr<const TextSource> text_; // null for files of tokens
   std::shared_ptr<const TokenSource> source_;
+  bool is_text_ = false;
   int64_t block_ = 1; // tokens
   int64_t num_held_out_ = 0;
 };

@@ -14,7 +14,6 @@
 #include "cli/config/presets.h"
 #include "cli/files.h"
 #include "cli/report/report.h"
-#include "cli/train/pretrained.h"
 #include "cli/train/run_lock.h"
 
 namespace fsdp::cli {
@@ -236,7 +235,6 @@ void take_pretrained_sizes(TrainOptions& options) {
       ": --from has the sizes of the model; leave it out");
   const auto given = config;
   const auto [dims, longest] = read_hf_config(config.from);
-  check_weight_files(config.from);
   config.model = dims;
   for_each_option([&](const char* name, auto in, bool fixed) {
     if (fixed && options.given.contains(name)) {

@@ -1,19 +1,17 @@
 #include "cli/train/pretrained.h"
 
-#include <fsdp/checkpoint.h>
 #include <fsdp/checkpoint_tools.h>
 #include <fsdp/distributed.h>
 #include <fsdp/state_dict.h>
 
 #include <fstream>
-#include <functional>
 #include <set>
-#include <vector>
 
 #include <nlohmann/json.hpp>
 
 #include "cli/check.h"
 #include "cli/files.h"
+#include "cli/hash.h"
 
 namespace fsdp::cli {
 
@@ -67,6 +65,10 @@ torch::Tensor embedding_as(Transformer& model, const std::string& name, const st
 
 } // namespace
 
+std::vector<NameRule> hf_names() {
+  return {{.from = "model\\.(lm_head\\..*)", .to = "$1"}};
+}
+
 void check_weight_files(const std::string& folder) {
   check_config(is_folder(folder), "--from: there is no folder ", folder);
   const auto indexed = files_in_index(folder);
@@ -90,10 +92,8 @@ void check_weight_files(const std::string& folder) {
 
 std::string weights_fingerprint(const std::string& folder) {
   constexpr int64_t kSamples = 64; // of each file
-  size_t hash = 0;
-  const auto add = [&](const std::string& text) {
-    hash = hash * 1000003 + std::hash<std::string>{}(text);
-  };
+  uint64_t hash = 0;
+  const auto add = [&](const std::string& text) { hash = add_to_hash(hash, text); };
   std::set<std::string> files;
   for (const auto& tensor : inspect_checkpoint(folder).tensors) {
     add(tensor.name + tensor.dtype + c10::str(at::IntArrayRef(tensor.shape)));
@@ -120,8 +120,7 @@ void load_pretrained(Transformer& model, const std::string& folder) {
   state.insert_all(get_model_state_dict(model), "model.");
   const bool has_head = check_all_used(state, model->dims, folder);
   const auto head = has_head ? embedding_as(model, kHead, folder) : torch::Tensor();
-  // The output layer is not a part of what Hugging Face calls the model.
-  load(state, folder, {.names = {{.from = "model\\.(lm_head\\..*)", .to = "$1"}}});
+  load(state, folder, {.names = hf_names()});
   if (has_head) {
     const auto same = torch::full({1}, head.equal(model->embed_tokens->weight) ? 1 : 0);
     default_group().all_reduce(same, ReduceOp::Min);

@@ -1,17 +1,24 @@
 #pragma once
 
+#include <fsdp/checkpoint.h>
+
 #include <string>
+#include <vector>
 
 #include "cli/train/model.h"
 
 namespace fsdp::cli {
+
+/// Maps names in checkpoints of `fsdp train` to those of Hugging Face, for which the output layer
+/// is not a part of the model.
+std::vector<NameRule> hf_names();
 
 /// Throws ConfigError that names --from if the folder lacks safetensors files that it should have,
 /// or has the weights twice.
 void check_weight_files(const std::string& folder);
 
 /// A hash of the names and shapes of the tensors in a Hugging Face folder, and of samples of its
-/// files.
+/// files. The same on every machine.
 std::string weights_fingerprint(const std::string& folder);
 
 /// Fills a model, sharded or not, from the safetensors files of a Hugging Face folder. Each rank

@@ -7,9 +7,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <string_view>
-#include <type_traits>
 
 #include "cli/check.h"
 #include "cli/files.h"
@@ -17,8 +17,6 @@
 namespace fsdp::cli {
 
 namespace {
-
-enum class TokenType : std::uint8_t { uint8, uint16, uint32, int32, int64 };
 
 int64_t bytes_of(TokenType type) {
   return type == TokenType::uint8    ? 1
@@ -189,7 +187,7 @@ TokenLayout megatron_layout(const MappedFile& file, const std::string& index_pat
   return checked(file, layout, "its index has");
 }
 
-TokenLayout layout_of(const MappedFile& file, RawTokens raw) {
+TokenLayout layout_of(const MappedFile& file, TokenType raw) {
   if (file.path().ends_with(".npy")) {
     return npy_layout(file);
   }
@@ -201,16 +199,15 @@ TokenLayout layout_of(const MappedFile& file, RawTokens raw) {
   if (mark == kLlmcGpt2 || mark == kLlmcLlama3) {
     return llmc_layout(file);
   }
-  const auto type = raw == RawTokens::uint16 ? TokenType::uint16 : TokenType::uint32;
   check_config(
-      file.size() % bytes_of(type) == 0, "--data: ", file.path(), " has ", file.size(),
-      " bytes, which is no whole number of tokens of ", bytes_of(type), " bytes");
-  return {.type = type, .count = file.size() / bytes_of(type)};
+      file.size() % bytes_of(raw) == 0, "--data: ", file.path(), " has ", file.size(),
+      " bytes, which is no whole number of tokens of ", bytes_of(raw), " bytes");
+  return {.type = raw, .count = file.size() / bytes_of(raw)};
 }
 
 class TokenFiles : public TokenSource {
  public:
-  TokenFiles(const std::vector<std::string>& paths, RawTokens raw, int64_t vocab) : vocab_(vocab) {
+  TokenFiles(const std::vector<std::string>& paths, TokenType raw, int64_t vocab) : vocab_(vocab) {
     for (const auto& path : paths) {
       auto file = std::make_shared<MappedFile>(path);
       const auto layout = layout_of(*file, raw);
@@ -295,7 +292,7 @@ bool is_token_file(const std::string& path) {
 }
 
 std::shared_ptr<TokenSource> open_token_files(
-    const std::vector<std::string>& paths, RawTokens raw, int64_t vocab) {
+    const std::vector<std::string>& paths, TokenType raw, int64_t vocab) {
   return std::make_shared<TokenFiles>(paths, raw, vocab);
 }
 

@@ -24,16 +24,13 @@ class TextSource : public TokenSource {
     return static_cast<int64_t>(text_.size());
   }
   void read(int64_t start, int64_t count, int64_t* out) const override;
-  const std::string& text() const {
-    return text_;
-  }
 
  private:
   const std::string text_;
 };
 
-/// How a file without a header stores its tokens.
-enum class RawTokens : std::uint8_t { uint16, uint32 };
+/// How a file stores a token.
+enum class TokenType : std::uint8_t { uint8, uint16, uint32, int32, int64 };
 
 /// Returns true for the name of a file of tokens: .bin or .npy.
 bool is_token_file(const std::string& path);
@@ -48,6 +45,6 @@ bool is_token_file(const std::string& path);
 /// token that is not below `vocab` throws when it is read; the error names the file, the place and
 /// the token.
 std::shared_ptr<TokenSource> open_token_files(
-    const std::vector<std::string>& paths, RawTokens raw, int64_t vocab);
+    const std::vector<std::string>& paths, TokenType raw, int64_t vocab);
 
 } // namespace fsdp::cli

@@ -214,7 +214,7 @@ Corpus read_corpus(const TrainOptions& options) {
   const auto& dtype = options.token_dtype;
   // A vocabulary that 16 bits cannot hold needs 32.
   const bool wide = dtype == "auto" ? vocab > (1 << 16) : dtype == "uint32";
-  return Corpus::read(options.identity.data, wide ? RawTokens::uint32 : RawTokens::uint16, vocab);
+  return Corpus::read(options.identity.data, wide ? TokenType::uint32 : TokenType::uint16, vocab);
 }
 
 /// Prints the plan of a run. Builds the model on the meta device, as rank 0 of a fake world.

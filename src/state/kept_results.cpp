@@ -22,21 +22,6 @@ std::optional<size_t> dropout_argument(const c10::OperatorHandle& op) {
   return std::nullopt;
 }
 
-template <class Visit>
-void for_each_tensor(c10::ArrayRef<c10::IValue> values, const Visit& visit) {
-  for (const auto& value : values) {
-    if (value.isTensor() && value.toTensor().defined()) {
-      visit(value.toTensor());
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& each : value.toTensorVector()) {
-        if (each.defined()) {
-          visit(each);
-        }
-      }
-    }
-  }
-}
-
 /// Whether autograd records an operator with these arguments.
 bool is_recorded(c10::ArrayRef<c10::IValue> arguments) {
   bool recorded = false;

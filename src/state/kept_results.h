@@ -28,6 +28,22 @@ namespace fsdp::detail {
 // Each entry watches the versions of its tensors, and of tensors that share their memory but not
 // their version, such as those of aten::_unsafe_view, which is a part of every matmul.
 
+/// Calls `visit(tensor)` for each defined tensor, also for those in lists.
+template <class Visit>
+void for_each_tensor(c10::ArrayRef<c10::IValue> values, const Visit& visit) {
+  for (const auto& value : values) {
+    if (value.isTensor() && value.toTensor().defined()) {
+      visit(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& each : value.toTensorVector()) {
+        if (each.defined()) {
+          visit(each);
+        }
+      }
+    }
+  }
+}
+
 /// Returns true if results of the operator can take the place of another run of it: it does not
 /// consist of other operators, writes to no argument, returns no view, does not choose a device
 /// (its calls are not seen below autograd) and does not always draw random numbers.

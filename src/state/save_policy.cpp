@@ -155,20 +155,9 @@ class SaveWithin : public SavePolicy {
 
 int64_t RanOperator::bytes() const {
   int64_t bytes = 0;
-  const auto add = [&](const at::Tensor& tensor) {
-    if (tensor.defined() && tensor.has_storage()) {
-      bytes += static_cast<int64_t>(tensor.nbytes());
-    }
-  };
-  for (const auto& result : results) {
-    if (result.isTensor()) {
-      add(result.toTensor());
-    } else if (result.isTensorList()) {
-      for (const at::Tensor& each : result.toTensorVector()) {
-        add(each);
-      }
-    }
-  }
+  detail::for_each_tensor(results, [&](const at::Tensor& tensor) {
+    bytes += tensor.has_storage() ? static_cast<int64_t>(tensor.nbytes()) : 0;
+  });
   return bytes;
 }
 

@@ -75,11 +75,11 @@ std::vector<int64_t> all_of(const TokenSource& source) {
 
 TEST(TokenFiles, EveryFormatHasTheSameTokens) {
   const auto tokens = many_tokens(5000, 60000);
-  const auto expect = [&](const std::string& path, RawTokens kind = RawTokens::uint16) {
+  const auto expect = [&](const std::string& path, TokenType kind = TokenType::uint16) {
     EXPECT_EQ(all_of(*open_token_files({path}, kind, 60000)), tokens) << path;
   };
   expect(written("nano.bin", raw<uint16_t>(tokens)));
-  expect(written("nano32.bin", raw<uint32_t>(tokens)), RawTokens::uint32);
+  expect(written("nano32.bin", raw<uint32_t>(tokens)), TokenType::uint32);
   expect(written("gpt2.bin", llmc(20240520, raw<uint16_t>(tokens), 5000)));
   expect(written("llama3.bin", llmc(20240801, raw<uint32_t>(tokens), 5000)));
   expect(written("a.npy", npy("<u2", "(5000,)", raw<uint16_t>(tokens))));
@@ -95,7 +95,7 @@ TEST(TokenFiles, EveryFormatHasTheSameTokens) {
   }
   const auto first = written("1.bin", raw<uint16_t>({tokens.begin(), tokens.begin() + 1234}));
   const auto second = written("2.bin", raw<uint16_t>({tokens.begin() + 1234, tokens.end()}));
-  const auto both = open_token_files({first, second}, RawTokens::uint16, 60000);
+  const auto both = open_token_files({first, second}, TokenType::uint16, 60000);
   EXPECT_EQ(all_of(*both), tokens);
   std::vector<int64_t> across(10);
   both->read(1230, 10, across.data());
@@ -107,7 +107,7 @@ TEST(TokenFiles, BadFilesAreNamed) {
   const auto refused = [&](const std::string& path, const std::string& part,
                            int64_t vocab = 60000) {
     const auto message = message_of<ConfigError>(
-        [&] { all_of(*open_token_files({path}, RawTokens::uint16, vocab)); });
+        [&] { all_of(*open_token_files({path}, TokenType::uint16, vocab)); });
     EXPECT_TRUE(contains(message, part)) << message;
     EXPECT_TRUE(contains(message, path)) << message;
   };
@@ -134,15 +134,15 @@ TEST(TokenFiles, BadFilesAreNamed) {
   refused(path, "is damaged: its index has 5001 tokens");
   std::ofstream(index) << megatron_index(8, 6000, -1000);
   EXPECT_TRUE(contains(
-      message_of<ConfigError>([&] { open_token_files({path}, RawTokens::uint16, 60000); }),
+      message_of<ConfigError>([&] { open_token_files({path}, TokenType::uint16, 60000); }),
       "sequence 1 has the length -1000"));
   std::ofstream(index) << megatron_index(8, 2000, 3000).substr(0, 60);
   EXPECT_TRUE(contains(
-      message_of<ConfigError>([&] { open_token_files({path}, RawTokens::uint16, 60000); }),
+      message_of<ConfigError>([&] { open_token_files({path}, TokenType::uint16, 60000); }),
       "is damaged: it has 60 bytes"));
   std::ofstream(index) << megatron_index(6, 2000, 3000);
   EXPECT_TRUE(contains(
-      message_of<ConfigError>([&] { open_token_files({path}, RawTokens::uint16, 60000); }),
+      message_of<ConfigError>([&] { open_token_files({path}, TokenType::uint16, 60000); }),
       "says that tokens have type 6"));
   EXPECT_TRUE(
       contains(message_of<ConfigError>([] { Corpus::read("no/such_*.bin"); }), "finds no file"));
@@ -155,7 +155,7 @@ TEST(Corpus, AnEpochOfTokensHasEachRowOnce) {
     tokens.push_back(i);
   }
   const auto corpus =
-      Corpus::read(written("t.bin", raw<uint16_t>(tokens)), RawTokens::uint16, 3000);
+      Corpus::read(written("t.bin", raw<uint16_t>(tokens)), TokenType::uint16, 3000);
   EXPECT_FALSE(corpus.is_text());
   const auto rows_per_epoch = (corpus.num_train() - 1) / context;
   std::vector<std::set<int64_t>> starts(2); // of each epoch
@@ -186,7 +186,7 @@ TEST(Corpus, LossOfTokenFrequencies) {
     tokens.push_back(i % 4 * 1000);
   }
   const auto corpus =
-      Corpus::read(written("t.bin", raw<uint16_t>(tokens)), RawTokens::uint16, 5000);
+      Corpus::read(written("t.bin", raw<uint16_t>(tokens)), TokenType::uint16, 5000);
   EXPECT_NEAR(corpus.frequency_loss(), std::log(4), 0.1);
 }
 
