@@ -101,6 +101,7 @@ def _shard(
         sites,
         shared,
         _policy(mp_policy, offload_policy),
+        mp_policy,
         auto_reshard=reshard_after_forward is None,
     )
     swap_classes(roots, front)

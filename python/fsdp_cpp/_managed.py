@@ -67,12 +67,6 @@ def managed_params(modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> 
                     f"FSDP does not support non-contiguous parameters yet: {param.shape=} {param.stride()=} "
                     f"(parameter '{name}' of {type(module).__name__})"
                 )
-            piece = param._local_tensor if isinstance(param, DTensor) else param
-            if is_traceable_wrapper_subclass(piece):
-                raise NotImplementedError(
-                    f"fsdp_cpp does not shard parameter '{name}' of {type(module).__name__}, which is a "
-                    f"{type(piece).__name__}; take fully_shard from torch.distributed.fsdp"
-                )
             params.setdefault(param, []).append((module, name))
     return params
 
@@ -83,5 +77,11 @@ def move_to(device: torch.device, params: Iterable[nn.Parameter], modules: Itera
     with torch.no_grad():
         for tensor in itertools.chain(params, buffers):
             is_there = tensor.device == device or tensor.device.type == "meta"
-            if not is_there and not isinstance(tensor, DTensor):  # which is on its own mesh
+            if is_there or isinstance(tensor, DTensor):  # which is on its own mesh
+                continue
+            if is_traceable_wrapper_subclass(tensor):
+                moved = tensor.to(device)
+                is_param = isinstance(tensor, nn.Parameter)
+                torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if is_param else moved)
+            else:
                 tensor.data = tensor.to(device)

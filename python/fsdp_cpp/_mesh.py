@@ -107,6 +107,15 @@ class ParamMesh:
     def shard_size(self) -> int:
         return 1 if self.replicated else self.mesh.size(self.mesh.ndim - 1)
 
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The axis over which parameters are sharded."""
+        return self.mesh if self.mesh.mesh_dim_names is None else self.mesh[self.mesh.mesh_dim_names[-1]]
+
+    @property
+    def shard_rank(self) -> int:
+        return 0 if self.replicated else self.mesh.get_local_rank(self.mesh.ndim - 1)
+
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         return tuple(self.mesh.get_group(axis) for axis in range(self.mesh.ndim))
 

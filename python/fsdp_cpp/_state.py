@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable_state import _get_module_state, _insert_module_state, _State
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import _C, _trees
+from . import _C, _extension, _trees
 from ._mesh import ParamMesh, spec_of
 from ._placements import spec_at_rest
 from ._tensor_parallel import piece_of, pieces_of
@@ -57,13 +58,17 @@ class State(_State):
         sites: dict[nn.Parameter, list],
         shared: dict[nn.Parameter, list],
         policy: _C.PolicySpec,
+        mp_policy: MixedPrecisionPolicy,
         auto_reshard: bool,
     ) -> None:
         self.device = device
         self._modules = [weakref.ref(module) for module in modules]
         # The engine's tensor of every site. Those in `shared` belong to another state: the first
         # forward of a root finds them, and throws.
-        pieces = {param: piece_of(param, home) for param in sites}
+        opaque = {param for param in sites if _extension.is_opaque(param)}
+        pieces = {
+            param: _extension.stand_in(param, home) if param in opaque else piece_of(param, home) for param in sites
+        }
         pieces |= {param: param if _managed[param] is None else _managed[param] for param in shared}
         self._sites = {
             (id(module), name): pieces[param]
@@ -79,7 +84,7 @@ class State(_State):
             _C.GroupSpec(
                 spec_of(mesh.mesh),
                 mesh.replicated,
-                [(sites[param][0][1], pieces[param], dim) for param, dim in params],
+                [(sites[param][0][1], pieces[param], dim, param in opaque) for param, dim in params],
                 ranks,
             )
             for mesh, params, ranks in groups
@@ -89,14 +94,22 @@ class State(_State):
         look = _looker(weakref.ref(self))
         self.engine = _C.State(name, list(modules), device.type, world, specs, policy, auto_reshard, look)
         for i, (mesh, params, _) in enumerate(groups):
-            for k, (param, _) in enumerate(params):
-                shard = DTensor(self.engine.shard(i, k), at_rest[param], requires_grad=False)
-                dtensor = nn.Parameter(shard, requires_grad=param.requires_grad)
+            for k, (param, dim) in enumerate(params):
+                divided = pieces_of(param, mesh.data_axes)
+                extension = None
+                shard = self.engine.shard(i, k)
+                if param in opaque:
+                    module, site = sites[param][0]
+                    shard = _extension.shard_of(param, dim, mesh, home)
+                    extension = _extension.Extension(site, module, param, dim, mesh, device, mp_policy, divided)
+                dtensor = nn.Parameter(
+                    DTensor(shard, at_rest[param], requires_grad=False), requires_grad=param.requires_grad
+                )
                 where = [(_holder(module), site) for module, site in sites[param]]
                 for module, site in sites[param]:
                     module._parameters[site] = dtensor  # what the engine does not know, it takes for a replacement
                     _managed_sites.setdefault(module, set()).add(site)
-                self.engine.bind(i, k, pieces[param], pieces_of(param, mesh.data_axes), dtensor, where)
+                self.engine.bind(i, k, pieces[param], divided, dtensor, where, extension)
                 _managed[param] = pieces[param] if pieces[param] is not param else None
         for module in modules:
             _insert_module_state(module, self)

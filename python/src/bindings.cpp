@@ -11,6 +11,7 @@
 #include "module_state.h"
 #include "muon.h"
 #include "observe.h"
+#include "opaque_param.h"
 #include "process_groups.h"
 
 namespace fsdp::python {
@@ -41,15 +42,16 @@ void bind_specs(py::module_& m) {
             std::move(names)};
       }));
   py::class_<GroupSpec>(m, "GroupSpec")
-      .def(py::init([](MeshSpec mesh, bool replicated,
-                       const std::vector<std::tuple<std::string, at::Tensor, int64_t>>& params,
-                       int ranks_after_forward) {
-        GroupSpec spec{std::move(mesh), replicated, {}, ranks_after_forward};
-        for (const auto& [name, whole, dim] : params) {
-          spec.params.push_back({name, whole, dim});
-        }
-        return spec;
-      }));
+      .def(
+          py::init([](MeshSpec mesh, bool replicated,
+                      const std::vector<std::tuple<std::string, at::Tensor, int64_t, bool>>& params,
+                      int ranks_after_forward) {
+            GroupSpec spec{std::move(mesh), replicated, {}, ranks_after_forward};
+            for (const auto& [name, whole, dim, opaque] : params) {
+              spec.params.push_back({whole, name, dim, opaque});
+            }
+            return spec;
+          }));
   py::class_<PolicySpec>(m, "PolicySpec")
       .def(py::init([](Dtype param_dtype, Dtype reduce_dtype, Dtype output_dtype,
                        bool cast_forward_inputs, std::optional<bool> offload) {
@@ -173,6 +175,7 @@ PYBIND11_MODULE(_C, m) {
   py::register_local_exception_translator(translate_exceptions);
   m.def("set_new_group", &set_new_group);
   m.def("set_dtensor_class", &set_dtensor_class);
+  m.def("move_memory", &move_memory);
   m.def("set_tree_functions", &set_tree_functions);
   bind_specs(m);
   bind_state(m);

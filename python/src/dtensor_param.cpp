@@ -121,7 +121,7 @@ void DTensorParam::add_grad(const at::Tensor& grad) {
 }
 
 at::Tensor DTensorParam::leaf(const at::Tensor& whole) {
-  if (!pieces_) {
+  if (!leaf_ && !pieces_) {
     return {};
   }
   const Locked locked;
@@ -174,23 +174,36 @@ PyObject* DTensorParam::registered() const {
 
 void DTensorParam::attached(const at::Tensor& shard) {
   const Locked locked;
+  take_registered();
+  const auto local = with_own_storage(shard);
+  if (PyObject_SetAttr(dtensor_.ptr(), known_class()->local.ptr(), wrapped(local).ptr()) != 0) {
+    throw_python_error();
+  }
+  follow(local, shard);
+  tensor().unsafeGetTensorImpl()->set_storage_offset(0);
+}
+
+/// Holds the DTensor that the user has put into the modules.
+void DTensorParam::take_registered() {
   auto* now = registered();
   if (now && now != whole_.ptr() && now != dtensor_.ptr()) {
     dtensor_ = Reference(py::reinterpret_borrow<py::object>(now));
   }
   put(dtensor_.ptr());
   leaf_.reset(); // of other memory
-  local_ = with_own_storage(shard);
-  if (PyObject_SetAttr(dtensor_.ptr(), known_class()->local.ptr(), wrapped(local_).ptr()) != 0) {
-    throw_python_error();
-  }
+}
+
+at::Tensor DTensorParam::current_local() const {
+  return local_of(dtensor_.ptr());
+}
+
+void DTensorParam::follow(const at::Tensor& local, const at::Tensor& shard) {
+  local_ = local;
   impl_ = tensor().unsafeGetTensorImpl();
-  impl_->set_storage_offset(0);
   impl_->set_version_counter(shard.unsafeGetTensorImpl()->version_counter());
 }
 
-at::Tensor DTensorParam::replacement() const {
-  const Locked locked;
+at::Tensor DTensorParam::replaced_local() const {
   auto* now = registered();
   if (!now || now == whole_.ptr()) {
     return {};
@@ -201,10 +214,28 @@ at::Tensor DTensorParam::replacement() const {
       Py_TYPE(now)->tp_name,
       ", but is a DTensor outside of forward; give it one (distribute_tensor), or replace it "
       "before fully_shard");
-  const auto local = local_of(now);
+  auto local = local_of(now);
   const bool is_attached =
       is_same && tensor().unsafeGetTensorImpl() == impl_ && local.is_same(local_);
-  return is_attached ? at::Tensor() : local.detach();
+  return is_attached ? at::Tensor() : local;
+}
+
+/// Throws if somebody gave an extension to a shard that is a plain tensor.
+void DTensorParam::check_not_extended() const {
+  const auto local = checked(PyObject_GetAttr(dtensor_.ptr(), known_class()->local.ptr()));
+  auto** members = _PyObject_GetDictPtr(local.ptr());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !members || !*members || !PyDict_GetItemString(*members, "fsdp_pre_all_gather"),
+      "[fully_shard] the shard of parameter '", name_,
+      "' was given an fsdp_pre_all_gather of its own, but is a plain tensor; make the parameter a "
+      "tensor subclass with this function before fully_shard");
+}
+
+at::Tensor DTensorParam::replacement() const {
+  const Locked locked;
+  check_not_extended();
+  const auto local = replaced_local();
+  return local.defined() ? local.detach() : local;
 }
 
 } // namespace fsdp::python

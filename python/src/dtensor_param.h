@@ -57,7 +57,24 @@ class DTensorParam : public detail::UserParam {
   void attached(const at::Tensor& shard) override;
   at::Tensor replacement() const override;
 
+ protected:
+  const std::string& name() const {
+    return name_;
+  }
+  /// The leaf that modules see while the parameter is whole. None: they see the engine's tensor.
+  void set_leaf(std::optional<Reference> leaf) {
+    leaf_ = std::move(leaf);
+  }
+  void take_registered();
+  /// The tensor in the DTensor that the user holds now.
+  at::Tensor current_local() const;
+  /// From now on `local` is in the user's DTensor. The DTensor and the shard have one version.
+  void follow(const at::Tensor& local, const at::Tensor& shard);
+  /// The tensor that the user has put in the place of the one in `follow`, or an undefined one.
+  at::Tensor replaced_local() const;
+
  private:
+  void check_not_extended() const;
   PyObject* registered() const;
   void put(PyObject* object) const;
 

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "arguments.h"
-#include "dtensor_param.h"
+#include "opaque_param.h"
 
 namespace fsdp::python {
 
@@ -29,18 +29,15 @@ FSDPState::Groups make_groups(
     group_policy.offload = CPUOffloadPolicy{*policy.offload};
   }
   std::vector<DataParallelMesh> meshes;
-  std::vector<std::vector<detail::ParamSpec>> params;
   for (const auto& spec : specs) { // all checks come before the first change
     meshes.push_back(data_parallel_mesh(spec, world));
-    auto& own = params.emplace_back();
     for (const auto& param : spec.params) {
-      own.push_back({param.whole, param.name, param.shard_dim});
-      detail::check_shardable(own.back(), meshes.back());
+      detail::check_shardable(param, meshes.back());
     }
   }
   FSDPState::Groups groups;
   for (size_t i = 0; i < specs.size(); ++i) {
-    auto group = std::make_shared<FSDPParamGroup>(params[i], meshes[i], name, group_policy);
+    auto group = std::make_shared<FSDPParamGroup>(specs[i].params, meshes[i], name, group_policy);
     group->set_ranks_after_forward(specs[i].ranks_after_forward);
     groups.push_back(std::move(group));
   }
@@ -102,15 +99,24 @@ void ModuleState::bind(
     py::object whole,
     py::object pieces,
     py::object dtensor,
-    const py::list& sites) {
+    const py::list& sites,
+    py::object extension) {
   std::vector<Site> all;
   for (const auto item : sites) {
     const auto pair = item.cast<py::tuple>();
     all.push_back({Reference(py::object(pair[0])), Reference(py::object(pair[1]))});
   }
   auto& bound = param(group, index);
-  bound.set_user(std::make_shared<DTensorParam>(
-      bound.name(), std::move(whole), std::move(pieces), std::move(dtensor), std::move(all)));
+  if (extension.is_none()) {
+    bound.set_user(std::make_shared<DTensorParam>(
+        bound.name(), std::move(whole), std::move(pieces), std::move(dtensor), std::move(all)));
+    return;
+  }
+  auto opaque = std::make_shared<OpaqueParam>(
+      bound.name(), std::move(whole), std::move(pieces), std::move(dtensor), std::move(all),
+      std::move(extension));
+  bound.set_user(opaque);
+  bound.extension = std::move(opaque);
 }
 
 py::object ModuleState::pre_forward(PyObject* module, PyObject* args, PyObject* kwargs) {

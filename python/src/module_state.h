@@ -15,16 +15,10 @@
 
 namespace fsdp::python {
 
-struct ParamOf {
-  std::string name;
-  at::Tensor whole;
-  int64_t shard_dim;
-};
-
 struct GroupSpec {
   MeshSpec mesh;
   bool replicated; // one axis of whole parameters
-  std::vector<ParamOf> params;
+  std::vector<detail::ParamSpec> params;
   /// How many ranks keep the parameters after forward; see set_ranks_after_forward.
   int ranks_after_forward;
 };
@@ -56,14 +50,15 @@ class ModuleState {
   }
 
   /// Gives the parameter the two objects that its user sees. `sites` has pairs of a `_parameters`
-  /// and a name.
+  /// and a name. An opaque parameter has an `extension`; it is None for others.
   void bind(
       size_t group,
       size_t param,
       py::object whole,
       py::object pieces,
       py::object dtensor,
-      const py::list& sites);
+      const py::list& sites,
+      py::object extension);
   at::Tensor shard(size_t group, size_t param) const;
 
   /// Runs before the forward of a module. Returns the arguments, or None if they are the same.

@@ -99,10 +99,10 @@ int64_t FlatParams::make_payloads(const at::Tensor& shard) {
         "divided evenly along dim ",
         geometry.dim, "; shard it along dim 0");
     auto payload = in_extension("pre_all_gather", param, [&] {
-      return param.extension->pre_all_gather(
-          typed_view(shard, part.offset, part.numel, param.dtype())
-              .view(param.geometry().padded_sizes),
-          param.gather_info());
+      const auto own = param.is_opaque() ? param.sharded()
+                                         : typed_view(shard, part.offset, part.numel, param.dtype())
+                                               .view(geometry.padded_sizes);
+      return param.extension->pre_all_gather(own, param.gather_info());
     });
     TORCH_CHECK_VALUE(
         !payload.tensors.empty(), "[fully_shard] the all-gather extension of '", param.name(),

@@ -48,9 +48,9 @@ void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh) {
     throw;
   }
   TORCH_CHECK_NOT_IMPLEMENTED(
-      spec.param.is_contiguous(), "[fully_shard] does not support non-contiguous parameters: '",
-      spec.name, "' has sizes ", spec.param.sizes(), " and strides ", spec.param.strides(),
-      "; call contiguous() on it first");
+      spec.opaque || spec.param.is_contiguous(),
+      "[fully_shard] does not support non-contiguous parameters: '", spec.name, "' has sizes ",
+      spec.param.sizes(), " and strides ", spec.param.strides(), "; call contiguous() on it first");
 }
 
 FlatParams::FlatParams(
@@ -74,7 +74,8 @@ FlatParams::FlatParams(
     params_.push_back(std::make_unique<FSDPParam>(
         spec.param, spec.name, mesh,
         shard_geometry(
-            spec.name, spec.param.sizes().vec(), spec.shard_dim, ranks_.size(), ranks_.rank())));
+            spec.name, spec.param.sizes().vec(), spec.shard_dim, ranks_.size(), ranks_.rank()),
+        spec.opaque));
   }
   auto kind = kEmptyHash;
   for (const auto& param : params_) {
@@ -173,11 +174,11 @@ void FlatParams::build() {
         owner_, "' has parameters on two devices: '", params_.front()->name(), "' on ",
         params_.front()->tensor().device(), ", '", param->name(), "' on ",
         param->tensor().device());
-    extended_.push_back(param->extension != nullptr);
+    extended_.push_back(param->is_extended());
     items.push_back(
         {.dtype = param->dtype(),
          .gather_dtype = gather_dtype(*param),
-         .padded_numel = param->geometry().padded_numel,
+         .padded_numel = param->is_opaque() ? 0 : param->geometry().padded_numel,
          .extended = extended_.back()});
   }
   layout_ = flat_layout(items, ranks_.size());
@@ -231,6 +232,13 @@ void FlatParams::attach_param(size_t k, const at::Tensor& shard) {
   auto& param = *params_[layout_.order[k]];
   const auto& part = layout_.parts[layout_.order[k]];
   const auto& geometry = param.geometry();
+  if (param.is_opaque()) {
+    const auto& like = whole_->tensor();
+    param.attach(
+        stand_in(geometry.shard_sizes, shard.options().dtype(param.dtype())),
+        stand_in(geometry.sizes, like.options().dtype(gather_dtype(param))));
+    return;
+  }
   const auto sharded = shaped(
       typed_view(shard, part.shard.offset, part.shard.numel, param.dtype()), geometry.shard_sizes);
   auto unsharded = sharded;
@@ -281,7 +289,7 @@ std::shared_ptr<const GatherPlan> FlatParams::gather_plan() const {
 
 bool FlatParams::was_changed() const {
   for (size_t i = 0; i < params_.size(); ++i) {
-    if (params_[i]->was_replaced() || extended_[i] != (params_[i]->extension != nullptr)) {
+    if (params_[i]->was_replaced() || extended_[i] != params_[i]->is_extended()) {
       return true;
     }
   }
@@ -377,6 +385,9 @@ std::string FlatParams::describe() const {
 }
 
 FlatParams::Freed FlatParams::free_whole() {
+  for (size_t k = layout_.num_plain; k < params_.size(); ++k) {
+    params_[layout_.order[k]]->free_leaf();
+  }
   if (!whole_ || !whole_->allocated()) {
     return {};
   }
@@ -387,6 +398,12 @@ FlatParams::Freed FlatParams::free_whole() {
 // ------------------------------------------------------------ Divided over neighbours
 
 void FlatParams::set_neighbours(int num_ranks) {
+  for (const auto& param : params_) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !param->is_opaque(), "[fully_shard] parameter '", param->name(),
+        "' is a tensor subclass, which cannot be divided over ", num_ranks,
+        " ranks after forward; use true or false for reshard_after_forward");
+  }
   std::vector<int> members(num_ranks);
   std::iota(members.begin(), members.end(), ranks_.rank() / num_ranks * num_ranks);
   neighbours_ = ranks_.new_group(members);

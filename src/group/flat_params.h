@@ -27,6 +27,7 @@ struct ParamSpec {
   at::Tensor param;
   std::string name;
   int64_t shard_dim = 0;
+  bool opaque = false; // see FSDPParam
 };
 
 /// Throws what making a group of the parameter would throw, before anything is changed.

@@ -113,11 +113,16 @@ bool is_of_another_stream(const NodePtr& node, c10::Device device) {
 } // namespace
 
 FSDPParam::FSDPParam(
-    at::Tensor param, std::string name, const DataParallelMesh& mesh, ShardGeometry geometry)
+    at::Tensor param,
+    std::string name,
+    const DataParallelMesh& mesh,
+    ShardGeometry geometry,
+    bool opaque)
     : param_(std::move(param)),
       user_(std::make_shared<OwnTensor>(param_)),
       mesh_(mesh),
       geometry_(std::move(geometry)),
+      opaque_(opaque),
       sharded_version_(0u),
       unsharded_version_(kFirstUnshardedVersion),
       seen_unsharded_version_(kFirstUnshardedVersion),
@@ -134,6 +139,10 @@ FSDPParam::FSDPParam(
   }
   const bool is_new = sharded_params.add(param_, this);
   TORCH_INTERNAL_ASSERT(is_new, "parameter '", this->name(), "' is managed already");
+}
+
+at::Tensor stand_in(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return at::zeros(std::vector<int64_t>(sizes.size(), 1), options).expand(sizes);
 }
 
 FSDPParam::~FSDPParam() {
@@ -183,7 +192,7 @@ void FSDPParam::attach(const at::Tensor& sharded, const at::Tensor& unsharded) {
   sharded_ = sharded.variable_data();
   unsharded_ = unsharded.variable_data();
   unsharded_accumulator_ = NodePtr(); // made for the old view's sizes and dtype
-  if (!values.is_meta()) {
+  if (!values.is_meta() && !opaque_) {
     sharded_.copy_(values);
   }
   auto* impl = param_.unsafeGetTensorImpl();

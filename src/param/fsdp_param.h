@@ -42,13 +42,24 @@ namespace fsdp::detail {
 // - If somebody replaces the content of the tensor (Module::to, set_data), this is noticed before
 //   the face changes. The new content, a shard or the whole parameter, is adopted.
 
+// Note [Opaque parameters]
+//
+// A tensor subclass of Python may have several tensors inside, and another form when it is whole
+// (fp8 with a scale, for example). The engine cannot keep it in flat buffers. It knows sizes and
+// dtype, and shards and reduces the gradients. Both faces are stand-ins without memory. The user
+// holds the shard; the parameter's extension sends it, and makes the leaf that modules use.
+
 /// One managed parameter: its geometry, its two faces, and its unsharded gradient until the
 /// gradient is reduced.
 class FSDPParam {
  public:
   /// `param` is the whole parameter, contiguous. This rank keeps only its part.
   FSDPParam(
-      at::Tensor param, std::string name, const DataParallelMesh& mesh, ShardGeometry geometry);
+      at::Tensor param,
+      std::string name,
+      const DataParallelMesh& mesh,
+      ShardGeometry geometry,
+      bool opaque = false);
   ~FSDPParam();
   FSDPParam(FSDPParam&&) = delete; // `find` returns its address
 
@@ -77,6 +88,10 @@ class FSDPParam {
   /// What the user holds. That is `tensor()`, unless somebody else was set.
   const UserParam& user() const {
     return *user_;
+  }
+  /// See Note [Opaque parameters].
+  bool is_opaque() const {
+    return opaque_;
   }
   /// Called once, while the tensor shows its sharded face.
   void set_user(std::shared_ptr<UserParam> user);
@@ -155,8 +170,16 @@ class FSDPParam {
 
   // ---- Extension
 
-  std::shared_ptr<AllGatherExtension> extension;
+  std::shared_ptr<AllGatherExtension>
+      extension; // an opaque parameter has one before it is gathered
+  bool is_extended() const {
+    return opaque_ || extension;
+  }
   AllGatherInfo gather_info() const;
+  /// Frees what the user has made of gathered values.
+  void free_leaf() {
+    user_->free_leaf();
+  }
 
  private:
   friend class UnshardedAccumulator;
@@ -182,6 +205,7 @@ class FSDPParam {
   std::shared_ptr<UserParam> user_;
   const DataParallelMesh mesh_;
   const ShardGeometry geometry_;
+  const bool opaque_;
   Face face_ = Face::Sharded;
 
   at::Tensor sharded_;   // ND
@@ -196,5 +220,8 @@ class FSDPParam {
   NodePtr leaf_accumulator_;
   std::shared_ptr<Slot> slot_;
 };
+
+/// A tensor of these sizes whose elements are all the same one.
+at::Tensor stand_in(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 } // namespace fsdp::detail

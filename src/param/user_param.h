@@ -34,6 +34,8 @@ class UserParam {
   virtual at::Tensor leaf(const at::Tensor& /*whole*/) {
     return {};
   }
+  /// Modules do not use the leaf now: memory of its own can be freed until `leaf` is called again.
+  virtual void free_leaf() {}
   /// Returns the gradient of the engine's tensor that a gradient of the leaf amounts to. Ranks of
   /// tensor parallelism may communicate for it.
   virtual at::Tensor grad_of_whole(const at::Tensor& grad) const {
