@@ -6,6 +6,7 @@
 #include <emmintrin.h>
 #endif
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -64,7 +65,8 @@ void copy_past_caches(char* to, const char* from, size_t bytes) {
 /// the cores busy.
 void give_way() {
   constexpr int kNice = 10;
-  (void)setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), kNice);
+  const auto thread = static_cast<id_t>(gettid());
+  (void)setpriority(PRIO_PROCESS, thread, std::max(getpriority(PRIO_PROCESS, thread), kNice));
 }
 
 /// A rank's save in the background, and the host memory that the tensors are copied to. The next
