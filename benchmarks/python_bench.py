@@ -1,10 +1,13 @@
 """`./fsdp bench python`: what sharding costs Python modules, with torch's FSDP2 and with fsdp_cpp.
 
-The host's time of a step over torch's fake group, and a step of real ranks over gloo or NCCL. All sides run
-in turns in the same processes, so that a slow moment of the machine meets all of them.
+A step over torch's fake group, which shows the host's time and what one of many ranks computes, and a step
+of real ranks over gloo or NCCL. All sides run in turns in the same processes, so that a slow moment of the
+machine meets all of them.
 """
 
 import argparse
+import dataclasses
+import gc
 import os
 import statistics
 import sys
@@ -14,14 +17,29 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from transformer import Transformer, batch_of, fill_parameters, loss_of
 
 import fsdp_cpp
 import fsdp_cpp.optim
 
-HEADS = 4
-VOCABULARY = 256
+
+
+@dataclasses.dataclass
+class Shape:
+    dim: int
+    layers: int
+    heads: int
+    key_heads: int
+    vocabulary: int
+
+
+MODELS = {
+    "small": Shape(64, 16, 4, 4, 256),
+    "llama-60m-shapes": Shape(512, 8, 8, 2, 32_000),
+    "llama-1b-shapes": Shape(2048, 16, 32, 8, 128_256),
+}
 PHASES = ["forward", "backward", "forward and backward", "optimizer", "step"]
 COLLECTIVES = "plain, and the collectives"
 SIDES = {
@@ -83,16 +101,23 @@ class Side:
     def __init__(self, options, fully_shard, optimizer, mesh, now):
         self.now = now
         self.end_backward = lambda: None
-        self.model = Transformer(options.dim, options.layers, HEADS, VOCABULARY).to(mesh.device_type)
+        shape = options.shape
+        with torch.device(mesh.device_type):
+            self.model = Transformer(shape.dim, shape.layers, shape.heads, shape.vocabulary, key_heads=shape.key_heads)
         fill_parameters(self.model)
+        low = torch.bfloat16 if options.dtype == "bf16" else None
         if fully_shard is Collectives:
             self.end_backward = Collectives(self.model, mesh).end_backward
         elif fully_shard:
+            how = {"mesh": mesh, "reshard_after_forward": True, "mp_policy": MixedPrecisionPolicy(param_dtype=low)}
             for block in self.model.blocks:
-                fully_shard(block, mesh=mesh, reshard_after_forward=True)
-            fully_shard(self.model, mesh=mesh, reshard_after_forward=True)
+                fully_shard(block, **how)
+            fully_shard(self.model, **how)
+        elif low:
+            self.model.to(low)
         self.optimizer = optimizer(self.model.parameters(), lr=1e-5, fused=True)
-        self.batch = [part.to(mesh.device_type) for part in batch_of(1, options.sequence, VOCABULARY, dist.get_rank())]
+        batch = batch_of(1, options.sequence, shape.vocabulary, dist.get_rank())
+        self.batch = [part.to(mesh.device_type) for part in batch]
 
     def step(self):
         begin = self.now()
@@ -107,30 +132,45 @@ class Side:
         return [forward - begin, backward - forward, backward - begin, end - backward, end - begin]
 
 
+def peak_memory(options, mesh, how):
+    """The bytes on the GPU of a side that is there alone."""
+    side = Side(options, *how, mesh, synchronized)
+    side.step()
+    torch.cuda.reset_peak_memory_stats()
+    side.step()
+    peak = torch.cuda.max_memory_allocated()
+    del side
+    gc.collect()
+    return peak
+
+
 def measure(options, device, now, more=()):
-    """The median seconds of each phase, by side."""
+    """The median seconds of each phase, by side, and the peak memory in bytes if it is known."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
+    peaks = {name: peak_memory(options, mesh, how) for name, how in SIDES.items()} if device == "cuda" else {}
     sides = {name: Side(options, *how, mesh, now) for name, how in (*SIDES.items(), *more)}
     steps = {name: [] for name in sides}
     for _ in range(options.rounds + 1):
         for name, side in sides.items():
             side.step()
             steps[name] += [side.step() for _ in range(options.steps)]
-    return {
+    medians = {
         name: [statistics.median(phase) for phase in zip(*times[options.steps :])]
         for name, times in steps.items()
     }
+    return medians, peaks
 
 
-def show(title, result):
+def show(title, options, result, peaks):
+    shape = options.shape
     plain, theirs = result["plain"], result["FSDP2"]
 
     def row(name, cells):
         print(f"| {name} | " + " | ".join(cells) + " |")
 
-    print(title + "\n")
+    print(f"{title}, {shape.layers} blocks of dim {shape.dim}, {options.sequence} tokens, {options.dtype}\n")
     row("", PHASES)
     row("---", ["---"] * len(PHASES))
     for name, phases in result.items():
@@ -140,20 +180,22 @@ def show(title, result):
     for name in list(result)[2:]:
         added = [(ours - base) / (other - base) for ours, other, base in zip(result[name], theirs, plain)]
         row(f"({name} - plain) / (FSDP2 - plain)", [f"{ratio:.2f}" for ratio in added])
+    if peaks:
+        print("\nPeak memory: " + ", ".join(f"{name} {peak / 2**30:.2f} GiB" for name, peak in peaks.items()))
     print(flush=True)
-
-
-def host_cost(_, options):
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.fake_ranks)
-    result = measure(options, "cpu", time.process_time)
-    show(f"Host time, {options.fake_ranks} ranks of which one runs (fake), {options.layers} blocks of dim {options.dim}", result)
 
 
 def synchronized():
     torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def fake_step(_, options):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.fake_ranks)
+    now = synchronized if options.device == "cuda" else time.process_time
+    show(f"{options.fake_ranks} ranks of which one runs (fake)", options, *measure(options, options.device, now))
 
 
 def real_step(rank, options):
@@ -162,9 +204,10 @@ def real_step(rank, options):
         torch.cuda.set_device(rank % torch.cuda.device_count())
         backend, now = "nccl", synchronized
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{options.port}", rank=rank, world_size=options.ranks)
-    result = measure(options, options.device, now, [(COLLECTIVES, (Collectives, torch.optim.AdamW))])
+    more = [(COLLECTIVES, (Collectives, torch.optim.AdamW))] if options.dtype == "fp32" else []
+    result = measure(options, options.device, now, more)
     if rank == 0:
-        show(f"A step of {options.ranks} ranks over {backend}, {options.layers} blocks of dim {options.dim}", result)
+        show(f"{options.ranks} ranks over {backend}", options, *result)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -173,21 +216,25 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=8, help="of each side per round")
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--dim", type=int, help="of the model, if not its own")
+    parser.add_argument("--layers", type=int, help="of the model, if not its own")
     parser.add_argument("--sequence", type=int, default=16)
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of compute; shards are fp32")
     parser.add_argument("--fake-ranks", type=int, default=8)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the step with real ranks")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="of the step with real ranks")
     parser.add_argument("--port", type=int, default=29671)
-    parser.add_argument("--only", choices=["host", "step"])
+    parser.add_argument("--only", choices=["fake", "step"])
     options = parser.parse_args()
+    own = {name: value for name, value in (("dim", options.dim), ("layers", options.layers)) if value}
+    options.shape = dataclasses.replace(MODELS[options.model], **own)
     # Otherwise glibc gives memory back to the system and gets it again, page by page, at moments that
     # differ from run to run. A GPU's allocator does not either.
     os.environ.update(MALLOC_TRIM_THRESHOLD_=str(1 << 29), MALLOC_MMAP_THRESHOLD_=str(1 << 29))
     if options.only != "step":
-        multiprocessing.spawn(host_cost, (options,), nprocs=1)
-    if options.only != "host":
+        multiprocessing.spawn(fake_step, (options,), nprocs=1)
+    if options.only != "fake":
         multiprocessing.spawn(real_step, (options,), nprocs=options.ranks)
 
 

@@ -1,4 +1,4 @@
-"""The model of transformer.h in Python: change both."""
+"""The model of transformer.h in Python: change both. Only this one can have fewer heads of keys and values."""
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,11 @@ class RmsNorm(nn.Module):
 class Block(nn.Module):
     PARAMS = 9
 
-    def __init__(self, dim, heads, params):
+    def __init__(self, dim, heads, params, key_heads=None):
         super().__init__()
         self.heads = heads
+        self.key_heads = key_heads or heads
+        key_dim = dim // heads * self.key_heads
         self.linears = []
         self.norms = []
         if params < self.PARAMS:
@@ -30,8 +32,8 @@ class Block(nn.Module):
             return
         self.norm1 = RmsNorm(dim)
         self.query = nn.Linear(dim, dim, bias=False)
-        self.key = nn.Linear(dim, dim, bias=False)
-        self.value = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, key_dim, bias=False)
+        self.value = nn.Linear(dim, key_dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
         self.norm2 = RmsNorm(dim)
         self.gate = nn.Linear(dim, 4 * dim, bias=False)
@@ -41,12 +43,16 @@ class Block(nn.Module):
             self.norms.append(RmsNorm(dim))
             self.add_module(f"norm{i}", self.norms[-1])
 
-    def split(self, t):
-        return t.view(t.size(0), t.size(1), self.heads, -1).transpose(1, 2)
+    def split(self, t, heads):
+        return t.view(t.size(0), t.size(1), heads, -1).transpose(1, 2)
 
     def attention(self, x):
         mixed = F.scaled_dot_product_attention(
-            self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x)), is_causal=True
+            self.split(self.query(x), self.heads),
+            self.split(self.key(x), self.key_heads),
+            self.split(self.value(x), self.key_heads),
+            is_causal=True,
+            enable_gqa=self.key_heads < self.heads,
         )
         return self.output(mixed.transpose(1, 2).reshape(x.shape))
 
@@ -63,12 +69,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, dim, layers, heads, vocabulary, params_per_block=Block.PARAMS):
+    def __init__(self, dim, layers, heads, vocabulary, params_per_block=Block.PARAMS, key_heads=None):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, dim)
         self.blocks = []
         for i in range(layers):
-            self.blocks.append(Block(dim, heads, params_per_block))
+            self.blocks.append(Block(dim, heads, params_per_block, key_heads))
             self.add_module(f"block{i}", self.blocks[-1])
         self.norm = RmsNorm(dim)
         self.head = nn.Linear(dim, vocabulary, bias=False)
@@ -83,7 +89,8 @@ class Transformer(nn.Module):
 @torch.no_grad()
 def fill_parameters(model):
     for parameter in model.parameters():
-        parameter.copy_(torch.arange(parameter.numel(), dtype=torch.float).cos().mul(0.1).view_as(parameter))
+        values = torch.arange(parameter.numel(), dtype=torch.float, device=parameter.device)
+        parameter.copy_(values.cos().mul(0.1).view_as(parameter))
 
 
 def batch_of(size, sequence, vocabulary, number=0):
