@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <numeric>
 #include <utility>
 
 #include "group/flat_params.h"
@@ -212,6 +213,32 @@ void FlatParams::copy_out_payloads(std::vector<at::Tensor> outputs) {
           "; fill it in place");
     });
   }
+}
+
+// ------------------------------------------------------------ Divided over neighbours
+
+void FlatParams::set_neighbours(int num_ranks) {
+  for (const auto& param : params_) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !param->is_opaque(), "[fully_shard] parameter '", param->name(),
+        "' is a tensor subclass, which cannot be divided over ", num_ranks,
+        " ranks after forward; use true or false for reshard_after_forward");
+  }
+  std::vector<int> members(num_ranks);
+  std::iota(members.begin(), members.end(), ranks_.rank() / num_ranks * num_ranks);
+  neighbours_ = ranks_.new_group(members);
+}
+
+void FlatParams::divide() {
+  at::NoGradGuard no_grad;
+  const auto numel = layout_.unsharded_numel / neighbours_.size();
+  divided_ = whole_->tensor().narrow(0, neighbours_.rank() * numel, numel).clone();
+}
+
+PendingGather FlatParams::start_neighbour_gather(AllGather& comm, const GatherStreams& streams) {
+  // The current stream has written this rank's part.
+  wait_for_stream(streams.copy_in, optional_current_stream(device()));
+  return detail::start_gather(comm, divided_, neighbours_, streams);
 }
 
 } // namespace fsdp::detail

@@ -1,4 +1,4 @@
-// How a group's parameters lie in memory, and how shards become whole parameters.
+// How a group's parameters lie in memory.
 #include "group/flat_params.h"
 
 #include <ATen/ATen.h>
@@ -6,7 +6,6 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
-#include <numeric>
 #include <set>
 #include <utility>
 
@@ -393,32 +392,6 @@ FlatParams::Freed FlatParams::free_whole() {
   }
   auto memory = whole_->free();
   return {std::move(memory), std::exchange(whole_stream_, std::nullopt)};
-}
-
-// ------------------------------------------------------------ Divided over neighbours
-
-void FlatParams::set_neighbours(int num_ranks) {
-  for (const auto& param : params_) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !param->is_opaque(), "[fully_shard] parameter '", param->name(),
-        "' is a tensor subclass, which cannot be divided over ", num_ranks,
-        " ranks after forward; use true or false for reshard_after_forward");
-  }
-  std::vector<int> members(num_ranks);
-  std::iota(members.begin(), members.end(), ranks_.rank() / num_ranks * num_ranks);
-  neighbours_ = ranks_.new_group(members);
-}
-
-void FlatParams::divide() {
-  at::NoGradGuard no_grad;
-  const auto numel = layout_.unsharded_numel / neighbours_.size();
-  divided_ = whole_->tensor().narrow(0, neighbours_.rank() * numel, numel).clone();
-}
-
-PendingGather FlatParams::start_neighbour_gather(AllGather& comm, const GatherStreams& streams) {
-  // The current stream has written this rank's part.
-  wait_for_stream(streams.copy_in, optional_current_stream(device()));
-  return detail::start_gather(comm, divided_, neighbours_, streams);
 }
 
 void FlatParams::wait_for_host_copies() {
