@@ -15,22 +15,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C
 from ._mesh import ParamMesh
+from ._placements import local_of
 from ._tensor_parallel import Pieces
-
-
-def _piece(param: torch.Tensor) -> torch.Tensor:
-    return param._local_tensor if isinstance(param, DTensor) else param
 
 
 def is_opaque(param: torch.Tensor) -> bool:
     """Tells whether only the parameter's class knows its memory, or how to send it."""
-    tensor = _piece(param)
-    return is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "fsdp_pre_all_gather")
+    tensor = local_of(param)
+    is_plain = type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return is_traceable_wrapper_subclass(tensor) or (not is_plain and hasattr(tensor, "fsdp_pre_all_gather"))
 
 
 def stand_in(param: nn.Parameter, home: torch.device) -> nn.Parameter:
     """A plain parameter without memory, which the engine has in the place of an opaque one."""
-    tensor = _piece(param)
+    tensor = local_of(param)
     device = tensor.device if tensor.is_meta else home
     one = torch.zeros([1] * tensor.dim(), dtype=tensor.dtype, device=device)
     return nn.Parameter(one.expand(tensor.shape), requires_grad=param.requires_grad)
@@ -39,7 +37,7 @@ def stand_in(param: nn.Parameter, home: torch.device) -> nn.Parameter:
 @torch.no_grad()
 def shard_of(param: nn.Parameter, dim: int, mesh: ParamMesh, home: torch.device) -> torch.Tensor:
     """This rank's shard, made by the operators that torch's FSDP2 uses, because a class may have no others."""
-    tensor = _piece(param)
+    tensor = local_of(param)
     chunks = torch.chunk(tensor, mesh.shard_size, dim=dim)
     length = chunks[mesh.shard_rank].size(dim) if mesh.shard_rank < len(chunks) else 0
     shard = tensor.new_zeros(chunks[0].size()).narrow(dim, 0, length)
@@ -56,6 +54,7 @@ class Extension:
         name: str,
         module: nn.Module,
         param: nn.Parameter,
+        shard: torch.Tensor,
         dim: int,
         mesh: ParamMesh,
         device: torch.device,
@@ -64,11 +63,14 @@ class Extension:
     ) -> None:
         self._name = f"{type(module).__name__}.{name}"
         self._module = weakref.ref(module)
-        piece = _piece(param)
+        piece = local_of(param)
         self._size, self._stride = piece.size(), piece.stride()
         padded = list(piece.size())
         padded[dim] = math.ceil(padded[dim] / mesh.shard_size)
         self._padded_size = torch.Size(padded)
+        self._shard_size = shard.size()
+        self._dim = dim
+        self._num_ranks = mesh.shard_size
         self._mesh = mesh.shard_mesh
         self._device = device
         self._policy = policy
@@ -84,11 +86,21 @@ class Extension:
         for function in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
             if not hasattr(shard, function):
                 raise TypeError(f"parameter {self._name} is a {type(shard).__name__}, which has no {function}")
+        if shard.size() != self._shard_size:
+            raise ValueError(
+                f"parameter {self._name} was given a shard of size {tuple(shard.size())}; "
+                f"this rank's has {tuple(self._shard_size)}"
+            )
         if shard.device != self._device:
             shard = shard.to(self._device, non_blocking=True)
         pre_all_gather = shard.fsdp_pre_all_gather  # type: ignore[attr-defined]
-        # The first version of this function had one argument.
-        is_old = len(inspect.signature(pre_all_gather).parameters) == 1
+        signature = inspect.signature(pre_all_gather)
+        is_old = len(signature.parameters) == 1  # as in its first version
+        if not is_old and len(signature.parameters) != 5:
+            raise TypeError(
+                f"{type(shard).__name__}.fsdp_pre_all_gather{signature} of parameter {self._name} takes "
+                "(mesh, outer_size, outer_stride, module, mp_policy)"
+            )
         more = () if is_old else (self._size, self._stride, self._module(), self._policy)
         sent, metadata = pre_all_gather(self._mesh, *more)
         tensors = [sent] if isinstance(sent, torch.Tensor) else list(sent)
@@ -99,15 +111,22 @@ class Extension:
                         f"{type(shard).__name__}.fsdp_pre_all_gather has returned a tensor of size {tuple(tensor.size())} "
                         f"for parameter {self._name}, which ranks divide unevenly; pad it to {tuple(self._padded_size)}"
                     )
-        return [self.plain(tensor) for tensor in tensors], metadata
+        return tensors, metadata
 
     def receive(
         self, shard: torch.Tensor, outputs: list[torch.Tensor], metadata: Any, dtype: torch.dtype
     ) -> nn.Parameter:
         """Makes what the modules see; the next time, fills it again."""
         post_all_gather = shard.fsdp_post_all_gather  # type: ignore[attr-defined]
+        if self._dim > 0:
+            outputs = [self._joined(output) for output in outputs]
         if self._leaf is not None:
-            for kept, received in zip(self._outputs, outputs, strict=True):
+            if _forms(outputs) != _forms(self._outputs):
+                raise ValueError(
+                    f"{type(shard).__name__}.fsdp_pre_all_gather has returned other tensors for parameter {self._name} "
+                    f"than before: from all ranks {_forms(outputs)}, before {_forms(self._outputs)}"
+                )
+            for kept, received in zip(self._outputs, outputs):
                 _C.move_memory(received, kept)
             for tensor in self._inner:
                 _resize(tensor, tensor.numel() * tensor.itemsize)
@@ -120,16 +139,19 @@ class Extension:
         self._outputs, self._inner = outputs, list(inner)
         return self._leaf
 
-    @staticmethod
-    def plain(tensor: torch.Tensor) -> torch.Tensor:
-        """What a rank sends of a tensor or a gradient, which may be of a subclass, too."""
-        if not is_traceable_wrapper_subclass(tensor):
-            return tensor.as_subclass(torch.Tensor)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    def _joined(self, output: torch.Tensor) -> torch.Tensor:
+        """The ranks' parts side by side, in the form in which torch's FSDP2 hands them out."""
+        if output.dim() <= self._dim:
+            return output
+        return torch.cat(output.chunk(self._num_ranks), dim=self._dim).view(output.shape)
 
     def free(self) -> None:
         for tensor in (*self._outputs, *self._inner):
             _resize(tensor, 0)
+
+
+def _forms(tensors: list[torch.Tensor]) -> list[tuple]:
+    return [(tensor.dtype, tuple(tensor.size())) for tensor in tensors]
 
 
 def _resize(tensor: torch.Tensor, num_bytes: int) -> None:

@@ -101,7 +101,9 @@ class State(_State):
                 if param in opaque:
                     module, site = sites[param][0]
                     shard = _extension.shard_of(param, dim, mesh, home)
-                    extension = _extension.Extension(site, module, param, dim, mesh, device, mp_policy, divided)
+                    extension = _extension.Extension(
+                        site, module, param, shard, dim, mesh, device, mp_policy, divided
+                    )
                 dtensor = nn.Parameter(
                     DTensor(shard, at_rest[param], requires_grad=False), requires_grad=param.requires_grad
                 )

@@ -67,6 +67,12 @@ void set_dtensor_class(py::object dtensor, py::object make) {
   known_class() = new DTensorClass{std::move(dtensor), std::move(make)};
 }
 
+at::Tensor plain(const at::Tensor& tensor) {
+  return tensor.key_set().has(c10::DispatchKey::Python)
+             ? at::empty(tensor.sizes(), tensor.options()).copy_(tensor)
+             : tensor;
+}
+
 void Site::set(PyObject* object) const {
   if (PyDict_Check(holder.ptr())) {
     if (PyDict_SetItem(holder.ptr(), name.ptr(), object) != 0) {
@@ -137,10 +143,10 @@ at::Tensor DTensorParam::leaf(const at::Tensor& whole) {
 
 at::Tensor DTensorParam::grad_of_whole(const at::Tensor& grad) const {
   if (!pieces_) {
-    return grad;
+    return plain(grad);
   }
   const Locked locked;
-  return pieces_->handle().attr("grad")(grad).cast<at::Tensor>();
+  return plain(pieces_->handle().attr("grad")(grad).cast<at::Tensor>());
 }
 
 at::Tensor DTensorParam::local(const at::Tensor& grad) const {
@@ -235,6 +241,10 @@ at::Tensor DTensorParam::replacement() const {
   const Locked locked;
   check_not_extended();
   const auto local = replaced_local();
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !local.defined() || !local.key_set().has(c10::DispatchKey::Python),
+      "[fully_shard] the shard of parameter '", name_,
+      "' was replaced by a tensor subclass; make the parameter one before fully_shard");
   return local.defined() ? local.detach() : local;
 }
 

@@ -58,11 +58,8 @@ class DTensorParam : public detail::UserParam {
   at::Tensor replacement() const override;
 
  protected:
-  const std::string& name() const {
-    return name_;
-  }
-  /// The leaf that modules see while the parameter is whole. None: they see the engine's tensor.
-  void set_leaf(std::optional<Reference> leaf) {
+  /// The leaf that modules see while the parameter is whole.
+  void set_leaf(Reference leaf) {
     leaf_ = std::move(leaf);
   }
   void take_registered();
@@ -87,6 +84,10 @@ class DTensorParam : public detail::UserParam {
   at::Tensor local_;               // inside of the DTensor, since then
   const std::vector<Site> sites_;
 };
+
+/// A wrapper subclass has no memory of its own. Returns a plain tensor with its values; others as
+/// they are.
+at::Tensor plain(const at::Tensor& tensor);
 
 /// Sets the class DTensor, and the function that makes one of a local tensor and a DTensorSpec.
 void set_dtensor_class(py::object dtensor, py::object make);

@@ -1,5 +1,6 @@
 #include "opaque_param.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "param/fsdp_param.h"
@@ -41,18 +42,13 @@ void OpaqueParam::free_leaf() {
   extension_.handle().attr("free")();
 }
 
-at::Tensor OpaqueParam::grad_of_whole(const at::Tensor& grad) const {
-  const Locked locked;
-  return extension_.handle().attr("plain")(DTensorParam::grad_of_whole(grad)).cast<at::Tensor>();
-}
-
 AllGatherPayload OpaqueParam::pre_all_gather(
     const at::Tensor& /*shard*/, const AllGatherInfo& /*info*/) {
   const Locked locked;
   const auto sent = extension_.handle().attr("send")(current_local()).cast<py::tuple>();
-  return {
-      .tensors = sent[0].cast<std::vector<at::Tensor>>(),
-      .metadata = Reference(py::object(sent[1]))};
+  auto tensors = sent[0].cast<std::vector<at::Tensor>>();
+  std::transform(tensors.begin(), tensors.end(), tensors.begin(), plain);
+  return {.tensors = std::move(tensors), .metadata = Reference(py::object(sent[1]))};
 }
 
 void OpaqueParam::post_all_gather(

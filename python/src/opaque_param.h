@@ -26,7 +26,6 @@ class OpaqueParam : public DTensorParam, public AllGatherExtension {
   void attached(const at::Tensor& shard) override;
   at::Tensor replacement() const override;
   void free_leaf() override;
-  at::Tensor grad_of_whole(const at::Tensor& grad) const override;
 
   AllGatherPayload pre_all_gather(const at::Tensor& shard, const AllGatherInfo& info) override;
   void post_all_gather(

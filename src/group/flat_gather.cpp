@@ -1,6 +1,7 @@
 // How a group's shards become whole parameters.
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/InferenceMode.h>
 
 #include <numeric>
 #include <utility>
@@ -164,6 +165,7 @@ void FlatParams::copy_out_parts(const PendingGather& gathered) {
       targets.emplace_back();
     }
   }
+  const c10::InferenceMode not_inference(false); // an extension may keep its targets for training
   for (size_t k = 0; k < targets.size(); ++k) {
     if (!targets[k].defined()) {
       targets[k] = at::empty({ranks_.size(), numels[k]}, gathered.buffer.options());

@@ -363,6 +363,10 @@ ShardingPlan::Group FlatParams::plan() const {
     const auto size = static_cast<int64_t>(c10::elementSize(gather_dtype(*param)));
     const auto numel = c10::multiply_integers(param->geometry().sizes);
     const auto padded_numel = param->geometry().gathered_numel();
+    if (param->is_opaque()) {
+      plan.shard_bytes +=
+          param->geometry().padded_numel * static_cast<int64_t>(c10::elementSize(param->dtype()));
+    }
     plan.numel += numel;
     plan.gathered_bytes += padded_numel * size;
     plan.padding_bytes += (padded_numel - numel) * size;

@@ -170,8 +170,8 @@ class FSDPParam {
 
   // ---- Extension
 
-  std::shared_ptr<AllGatherExtension>
-      extension; // an opaque parameter has one before it is gathered
+  /// An opaque parameter has one before it is gathered.
+  std::shared_ptr<AllGatherExtension> extension;
   bool is_extended() const {
     return opaque_ || extension;
   }

@@ -6,14 +6,12 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.utils._pytree as pytree
-from parity import ENGINES, Mlp, compare, mesh_of, needs_torch_2_13, see_grads, train
+from parity import ENGINES, Mlp, mesh_of, see_grads
 from pool import DEVICE
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp_cpp
@@ -71,11 +69,7 @@ class SentAsBf16(torch.Tensor):
 
 
 class Pair(SentAsBf16):
-    """Two tensors, of which a rank sends both: the values in two halves of their bits."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args, kwargs=None):
-        return super().__torch_dispatch__(func, types, args, kwargs)
+    """Ranks send it as two tensors: bf16, and the rest."""
 
     def fsdp_pre_all_gather(self, mesh):
         high = self.data_inside.to(torch.bfloat16)
@@ -121,7 +115,7 @@ def plain_values(model):
     return result
 
 
-def steps(engine, model, seen, count=3, after=None):
+def steps(engine, model, seen, count=3):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     for step in range(count):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
@@ -353,6 +347,74 @@ def refusals():
         kind = type("Wrong", (SentAsBf16,), {"fsdp_pre_all_gather": lambda self, mesh, wrong=wrong: wrong(mesh)})
         with pytest.raises((TypeError, ValueError)):
             make(fsdp_cpp, kind)(x)
+
+
+class Columns(SentAsBf16):
+    """Sends what it has; the whole is what was received."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.data_inside.contiguous(),), None
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        (whole,) = outputs
+        return None if out is not None else (whole, (whole,))
+
+
+class Wrapped(Columns):
+    """The whole is a subclass, too, so that all gradients are."""
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        (whole,) = outputs
+        return None if out is not None else (Columns(whole), (whole,))
+
+
+def columns():
+    def make_model(engine):
+        model = with_subclass(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), Columns)
+        return engine.fully_shard(model, mesh=mesh_of(), shard_placement_fn=lambda param: Shard(param.dim() - 1))
+
+    same(make_model)
+
+
+def test_sharded_along_another_dim(ranks):
+    ranks(2).run(columns)
+
+
+def wrapped():
+    same(functools.partial(make, kind=Wrapped))
+
+
+def test_wholes_and_gradients_that_are_subclasses(ranks):
+    ranks(2).run(wrapped)
+
+
+def forms_change():
+    """What is sent must not change, and a plain shard must stay one."""
+    x = torch.ones(4, 6, device=DEVICE)
+    changing = type("Changing", (Columns,), {})
+    model = make(fsdp_cpp, changing)
+    with torch.no_grad():
+        model(x)
+        changing.fsdp_pre_all_gather = lambda self, mesh: ((self.data_inside.to(torch.bfloat16),), None)
+        with pytest.raises(ValueError, match="has returned other tensors for parameter Linear.weight than before"):
+            model(x)
+        with pytest.raises(ValueError, match="was given a shard of size"):
+            weight = model[0].up.weight
+            weight._local_tensor = changing(torch.zeros(10, 6, device=DEVICE))
+            model(x)
+    plain = nn.Sequential(Mlp())
+    fsdp_cpp.fully_shard(plain, mesh=mesh_of())
+    weight = plain[0].up.weight
+    inside = DTensor(SentAsBf16(weight._local_tensor.clone()), weight._spec, requires_grad=False)
+    plain[0].up.weight = nn.Parameter(inside)
+    with pytest.raises(NotImplementedError, match="was replaced by a tensor subclass"):
+        plain(x)
+
+
+def test_forms_change(ranks):
+    ranks(2).run(forms_change)
 
 
 def test_refusals(ranks):
