@@ -41,6 +41,8 @@ void for_each_folder_option(Visit visit) {
   visit("validate-every", [](auto& options) -> auto& { return options.validate_every; });
   visit("keep", [](auto& options) -> auto& { return options.keep.keep; });
   visit("keep-every", [](auto& options) -> auto& { return options.keep.keep_every; });
+  visit("csv", [](auto& options) -> auto& { return options.csv; });
+  visit("tensorboard", [](auto& options) -> auto& { return options.tensorboard; });
 }
 
 /// Sizes that are not given become those of --model, see `resolve_defaults`.
@@ -201,6 +203,10 @@ void add_file_options(CLI::App& command, TrainOptions& options) {
   command.add_flag(
       "--go-on", options.go_on, "Continue the run in the folder of --run, if there is one");
   command.add_flag("--no-save", options.no_save, "Write no files");
+  command.add_flag("--csv", options.csv, "Also write the metrics as a table, metrics.csv");
+  command.add_flag(
+      "--tensorboard", options.tensorboard,
+      "Also write the metrics for TensorBoard, into the folder tensorboard of the run");
   // Only for --help: `main` has already replaced --config by the options in the file.
   command.add_option(
       "--config", "JSON or TOML file with any of these options; the command line wins");
@@ -382,6 +388,10 @@ void check_contradictions(const TrainOptions& options) {
   apart(
       options.no_save, "--no-save", saves_on_the_way, "--save-every",
       "leave out --no-save to save");
+  apart(options.no_save, "--no-save", options.csv, "--csv", "leave out --no-save to write");
+  apart(
+      options.no_save, "--no-save", options.tensorboard, "--tensorboard",
+      "leave out --no-save to write");
   apart(
       options.dry_run, "--dry-run", resumes, "--resume",
       "a dry run reads no checkpoint: give the options of the run");

@@ -17,6 +17,9 @@ namespace fsdp::cli {
 
 namespace {
 
+constexpr const char* kCsvFile = "metrics.csv";
+constexpr const char* kEventsFolder = "tensorboard";
+
 /// Makes runs/<date and time> on rank 0 and returns its path on every rank. If that folder exists,
 /// because another run began in the same second, a number is appended. Collective.
 std::string new_run_folder() {
@@ -84,6 +87,12 @@ void RunFolder::begin(const Plan& plan, c10::Device device, int64_t before) {
     write_file(folder / kConfigFile, config_json(options_).dump(2) + "\n");
     write_file(folder / kGroupsFile, groups_json(plan).dump(1) + "\n");
     metrics_.emplace(folder / kMetricsFile, before);
+    if (options_.csv) {
+      csv_.emplace(folder / kCsvFile, folder / kMetricsFile);
+    }
+    if (options_.tensorboard) {
+      events_.emplace(folder / kEventsFolder, before);
+    }
   });
   trace_.emplace(path_, before, options_.identity.config.steps, device);
   recovered_at_ = before + std::stoll(gather_texts(std::to_string(lost().steps)).front());
@@ -95,15 +104,25 @@ void RunFolder::before_step(int64_t step) {
   }
 }
 
+void RunFolder::add_line(const nlohmann::ordered_json& line) {
+  metrics_->add(line);
+  if (csv_) {
+    csv_->add(line);
+  }
+  if (events_) {
+    events_->add(line);
+  }
+}
+
 void RunFolder::add(const StepRecord& record) {
   if (metrics_) {
-    metrics_->add(to_json(record));
+    add_line(to_json(record));
   }
 }
 
 void RunFolder::add(const Validation& validation) {
   if (metrics_ && !metrics_->has_validation(validation.step)) { // a finished run has one
-    metrics_->add(to_json(validation));
+    add_line(to_json(validation));
   }
 }
 

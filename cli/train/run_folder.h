@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/train/metric_copies.h"
 #include "cli/train/metrics.h"
 #include "cli/train/options.h"
 #include "cli/train/plan.h"
@@ -50,11 +51,15 @@ class RunFolder {
   std::vector<double> earlier_losses() const;
 
  private:
+  void add_line(const nlohmann::ordered_json& line);
+
   const TrainOptions& options_;
   std::string path_;
   std::optional<RunLock> lock_; // on rank 0 only
   std::optional<CheckpointSeries> series_;
-  std::optional<MetricsFile> metrics_; // on rank 0 only
+  std::optional<MetricsFile> metrics_; // on rank 0 only, as the next two
+  std::optional<MetricsCsv> csv_;
+  std::optional<EventFile> events_;
   std::optional<StepTrace> trace_;
   int64_t recovered_at_ =
       0; // the last step that is made again; saved, so that it is not lost twice

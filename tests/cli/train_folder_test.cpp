@@ -31,6 +31,55 @@ void expect_same_losses(const std::string& folder, const std::string& other) {
   }
 }
 
+/// What TensorBoard itself reads, by tag: pairs of a step and a value.
+Json events_in(const std::string& folder) {
+  const auto read = run_commands(
+      {{{FSDP_TEST_PYTHON, FSDP_TEST_DIR "/cli/read_events.py", folder + "/tensorboard"}, {}}})[0];
+  EXPECT_EQ(read.exit_code, 0) << read.output;
+  const auto json = read.output.rfind("\n{") + 1; // after warnings, if there are some
+  return Json::parse(read.output.substr(json));
+}
+
+std::vector<std::string> lines_of(const std::string& path) {
+  std::vector<std::string> lines;
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    lines.push_back(line);
+  }
+  return lines;
+}
+
+/// A step that a resumed run makes again is there once, with its last value.
+TEST(TrainFolder, TableAndEventsHaveTheMetricsAlsoAfterAResume) {
+  const auto folder = temporary_folder() + "/run";
+  train_in(folder, {"--csv", "--tensorboard", "--save-every", "4", "--validate-every", "4"});
+  const auto first = metrics_of(folder);
+  std::filesystem::remove_all(folder + "/checkpoints/step_00000008"); // steps 5 to 8 are lost
+  const auto ended = run({"train", "--resume", folder, "--lr", "2e-3", "--quiet"});
+  ASSERT_EQ(ended.exit_code, 0) << ended.output;
+  const auto steps = metrics_of(folder);
+  ASSERT_EQ(steps.size(), 8u);
+  EXPECT_NE(steps[7]["loss"], first[7]["loss"]);
+
+  const auto events = events_in(folder);
+  ASSERT_EQ(events["train/loss"].size(), 8u) << events;
+  for (size_t i = 0; i < steps.size(); ++i) {
+    EXPECT_EQ(events["train/loss"][i][0], i + 1);
+    EXPECT_FLOAT_EQ(events["train/loss"][i][1].get<float>(), steps[i]["loss"].get<float>());
+    EXPECT_FLOAT_EQ(
+        events["memory/peak_bytes"][i][1].get<float>(), steps[i]["memory"]["peak"].get<float>());
+  }
+  ASSERT_EQ(events["validation/loss"].size(), 2u) << events;
+  EXPECT_EQ(events["validation/loss"][1][0], 8);
+
+  const auto table = lines_of(folder + "/metrics.csv");
+  ASSERT_EQ(table.size(), 1 + 8 + 2u); // a header, steps and validations
+  EXPECT_TRUE(table[0].starts_with("step,loss,validation_loss,grad_norm,lr,")) << table[0];
+  EXPECT_TRUE(table[1].starts_with("1," + steps[0]["loss"].dump() + ",,")) << table[1];
+  EXPECT_TRUE(table[9].starts_with("8," + steps[7]["loss"].dump() + ",,")) << table[9];
+  EXPECT_TRUE(table[10].starts_with("8,,")) << table[10];
+}
+
 TEST(TrainFolder, HoldsConfigGroupsMetricsTimelineAndReport) {
   const auto folder = temporary_folder() + "/run";
   train_in(folder, {"--mesh", "dp=2,shard=2", "--validate-every", "4"});

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <nlohmann/json.hpp>
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <optional>
+
+namespace fsdp::cli {
+
+/// The file metrics.csv: the steps and validations of metrics.jsonl, as a table.
+class MetricsCsv {
+ public:
+  /// Begins with the lines of `metrics`, the file metrics.jsonl of a run that is resumed.
+  MetricsCsv(const std::filesystem::path& path, const std::filesystem::path& metrics);
+  /// Adds a line of metrics.jsonl.
+  void add(const nlohmann::ordered_json& line);
+
+ private:
+  std::filesystem::path path_;
+  std::ofstream file_;
+};
+
+/// A file of events for TensorBoard. Each start of a run writes one of its own.
+class EventFile {
+ public:
+  /// `before` steps are done. TensorBoard forgets what earlier files have of later steps, because
+  /// these are made again.
+  EventFile(const std::filesystem::path& folder, int64_t before);
+  /// Adds a line of metrics.jsonl.
+  void add(const nlohmann::ordered_json& line);
+
+ private:
+  void write(int64_t step, const std::string& what);
+
+  std::filesystem::path path_;
+  std::ofstream file_;
+};
+
+} // namespace fsdp::cli
