@@ -46,6 +46,12 @@ function header() {
   }
   const speed = values((line) => line.tokens_per_s);
   if (speed.length) fact('Tokens per second', count(median(speed)), 'median step');
+  const flops = values((line) => line.flops_per_s);
+  const used = values((line) => line.mfu);
+  if (used.length)
+    fact('Utilisation', percent(median(used)), `${operations(median(flops))} per rank`);
+  else if (flops.length)
+    fact('Computed', operations(median(flops)), 'per rank, median step');
   const exposed = values((line) => line.exposed_s / line.seconds);
   if (exposed.length) fact('Waiting', percent(median(exposed)), 'for communication, median step');
   const peaks = values((line) => line.memory && line.memory.peak);

@@ -38,6 +38,7 @@ function scaled(x, base, units) {
 }
 const bytes = (x) => scaled(x, 1024, [' B', ' KiB', ' MiB', ' GiB', ' TiB']);
 const count = (x) => scaled(x, 1000, ['', 'k', 'M', 'B', 'T']);
+const operations = (x) => scaled(x, 1000, [' ', ' k', ' M', ' G', ' T', ' P']) + 'FLOP/s';
 const ms = (us) =>
     (us >= 1e6     ? three(us / 1e6) + ' s' :
          us >= 1e3 ? three(us / 1e3) + ' ms' :

@@ -29,6 +29,8 @@ constexpr Metric kMetrics[] = {
     {"seconds", "speed/seconds", "/seconds"},
     {"tokens_per_s", "speed/tokens_per_s", "/tokens_per_s"},
     {"exposed_s", "speed/exposed_s", "/exposed_s"},
+    {"flops_per_s", "speed/flops_per_s", "/flops_per_s"},
+    {"mfu", "speed/mfu", "/mfu"},
     {"peak_bytes", "memory/peak_bytes", "/memory/peak"},
 };
 

@@ -65,6 +65,7 @@ Json to_json(const StepRecord& record) {
       {"seconds", record.seconds},
       {"tokens_per_s", record.tokens_per_s},
       {"exposed_s", record.exposed_s},
+      {"flops_per_s", record.flops_per_s},
       {"memory",
        {{"shards", memory.shards},
         {"gathered", memory.gathered},
@@ -73,6 +74,9 @@ Json to_json(const StepRecord& record) {
         {"other", memory.other},
         {"allocated", memory.allocated},
         {"peak", memory.peak}}}};
+  if (record.utilisation) {
+    json["mfu"] = *record.utilisation;
+  }
   if (skipped) {
     json["skipped"] = true;
   }

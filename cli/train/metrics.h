@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -28,7 +29,9 @@ struct StepRecord {
   int64_t tokens = 0; // since the first step of the run
   double seconds = 0; // of this step
   double tokens_per_s = 0;
-  double exposed_s = 0; // time spent waiting for communication
+  double exposed_s = 0;                   // time spent waiting for communication
+  double flops_per_s = 0;                 // of each rank, see flops_per_token
+  std::optional<double> utilisation = {}; // of the rank's device, if its peak is known
 };
 
 /// The loss on the held-out text after `step` updates.

@@ -41,6 +41,7 @@ void for_each_folder_option(Visit visit) {
   visit("validate-every", [](auto& options) -> auto& { return options.validate_every; });
   visit("keep", [](auto& options) -> auto& { return options.keep.keep; });
   visit("keep-every", [](auto& options) -> auto& { return options.keep.keep_every; });
+  visit("peak-tflops", [](auto& options) -> auto& { return options.peak_tflops; });
   visit("csv", [](auto& options) -> auto& { return options.csv; });
   visit("tensorboard", [](auto& options) -> auto& { return options.tensorboard; });
 }
@@ -203,6 +204,11 @@ void add_file_options(CLI::App& command, TrainOptions& options) {
   command.add_flag(
       "--go-on", options.go_on, "Continue the run in the folder of --run, if there is one");
   command.add_flag("--no-save", options.no_save, "Write no files");
+  add("--peak-tflops", options.peak_tflops,
+      "The most that a rank's device can compute, for the utilisation in the metrics; 0: as known "
+      "of the GPU")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
   command.add_flag("--csv", options.csv, "Also write the metrics as a table, metrics.csv");
   command.add_flag(
       "--tensorboard", options.tensorboard,

@@ -24,6 +24,7 @@
 #include "cli/report/report.h"
 #include "cli/train/corpus.h"
 #include "cli/train/fit.h"
+#include "cli/train/flops.h"
 #include "cli/train/narrator.h"
 #include "cli/train/options.h"
 #include "cli/train/plan.h"
@@ -60,15 +61,31 @@ StepRecord make_record(
     int64_t done,
     double seconds,
     double exposed_s,
-    const TrainConfig& config) {
+    const TrainConfig& config,
+    std::optional<double> peak) {
   const auto tokens = config.batch * config.context;
+  const auto ranks = static_cast<double>(config.mesh.value_or(MeshShape{}).ranks());
+  const auto flops =
+      flops_per_token(config.model, config.context) * static_cast<double>(tokens) / seconds / ranks;
   return {
       .step = done,
       .result = result,
       .tokens = done * tokens,
       .seconds = seconds,
       .tokens_per_s = static_cast<double>(tokens) / seconds,
-      .exposed_s = exposed_s};
+      .exposed_s = exposed_s,
+      .flops_per_s = flops,
+      .utilisation = peak ? std::optional(flops / *peak) : std::nullopt};
+}
+
+/// The most operations per second of a rank's device, if it is known.
+std::optional<double> peak_of(const TrainOptions& options) {
+  const auto& config = options.identity.config;
+  if (options.peak_tflops > 0) {
+    return 1e12 * options.peak_tflops;
+  }
+  return config.device.starts_with("cuda") ? peak_flops(gpu_name(), config.param_dtype)
+                                           : std::nullopt;
 }
 
 Validation validate(Trainer& trainer, int64_t step) {
@@ -87,6 +104,7 @@ void train_steps(
     Narrator& narrator,
     std::vector<double>& losses) {
   const auto& config = options.identity.config;
+  const auto peak = peak_of(options);
   WaitTimer waited;
   double longest = 0;
   while (run.step < config.steps && trainer.stop() == 0) {
@@ -99,7 +117,7 @@ void train_steps(
     const auto seconds = seconds_since(start);
     longest = std::max(longest, seconds);
     StopSignals::expect_within(2 * longest);
-    const auto record = make_record(result, run.step, seconds, waited.seconds(), config);
+    const auto record = make_record(result, run.step, seconds, waited.seconds(), config, peak);
     folder.add(record);
     narrator.step(record);
     if (trainer.stop() != 0) {

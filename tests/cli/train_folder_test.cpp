@@ -52,7 +52,9 @@ std::vector<std::string> lines_of(const std::string& path) {
 /// A step that a resumed run makes again is there once, with its last value.
 TEST(TrainFolder, TableAndEventsHaveTheMetricsAlsoAfterAResume) {
   const auto folder = temporary_folder() + "/run";
-  train_in(folder, {"--csv", "--tensorboard", "--save-every", "4", "--validate-every", "4"});
+  train_in(
+      folder, {"--csv", "--tensorboard", "--save-every", "4", "--validate-every", "4",
+               "--peak-tflops", "2"});
   const auto first = metrics_of(folder);
   std::filesystem::remove_all(folder + "/checkpoints/step_00000008"); // steps 5 to 8 are lost
   const auto ended = run({"train", "--resume", folder, "--lr", "2e-3", "--quiet"});
@@ -60,6 +62,7 @@ TEST(TrainFolder, TableAndEventsHaveTheMetricsAlsoAfterAResume) {
   const auto steps = metrics_of(folder);
   ASSERT_EQ(steps.size(), 8u);
   EXPECT_NE(steps[7]["loss"], first[7]["loss"]);
+  EXPECT_DOUBLE_EQ(steps[7]["mfu"].get<double>(), steps[7]["flops_per_s"].get<double>() / 2e12);
 
   const auto events = events_in(folder);
   ASSERT_EQ(events["train/loss"].size(), 8u) << events;

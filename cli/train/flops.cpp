@@ -1,0 +1,64 @@
+#include "cli/train/flops.h"
+
+#include <glob.h>
+
+#include <algorithm>
+#include <fstream>
+
+namespace fsdp::cli {
+
+namespace {
+
+/// TFLOP/s of dense products, from the makers' data sheets: in 16 bits with sums in fp32, and in
+/// fp32. A name that contains another one comes first.
+struct Peak {
+  const char* name;
+  double half;
+  double single;
+};
+
+constexpr Peak kPeaks[] = {
+    {"H200", 989, 67},   {"H100 PCIe", 756, 51}, {"H100 NVL", 835, 60},   {"H100", 989, 67},
+    {"A100", 312, 19.5}, {"L40S", 362, 91.6},    {"RTX 4090", 165, 82.6}, {"V100", 125, 15.7},
+};
+
+} // namespace
+
+double flops_per_token(const ModelDims& dims, int64_t context) {
+  const auto queries = dims.heads * dims.head_dim();
+  const auto keys = dims.kv_heads * dims.head_dim();
+  const auto weights = dims.dim * (2 * queries + 2 * keys + 3 * dims.hidden);
+  auto flops = 6.0 * static_cast<double>(dims.dim * dims.vocab); // of the output layer
+  for (int64_t layer = 0; layer < dims.layers; ++layer) {
+    const bool has_window = dims.window > 0 && layer >= dims.window_from;
+    const auto seen = has_window ? std::min(dims.window, context) : context;
+    flops += 6.0 * static_cast<double>(weights) + 12.0 * static_cast<double>(queries * seen);
+  }
+  return flops;
+}
+
+std::optional<double> peak_flops(const std::string& gpu, const std::string& dtype) {
+  for (const auto& [name, half, single] : kPeaks) {
+    if (gpu.find(name) != std::string::npos) {
+      return 1e12 * (dtype == "fp32" ? single : half);
+    }
+  }
+  return std::nullopt;
+}
+
+std::string gpu_name() {
+  glob_t found{};
+  std::string name;
+  if (glob("/proc/driver/nvidia/gpus/*/information", 0, nullptr, &found) == 0) {
+    std::ifstream file(found.gl_pathv[0]);
+    for (std::string line; std::getline(file, line);) {
+      if (line.starts_with("Model:")) {
+        name = line.substr(line.find_first_not_of(" \t", sizeof("Model:") - 1));
+      }
+    }
+  }
+  globfree(&found);
+  return name;
+}
+
+} // namespace fsdp::cli
