@@ -3,24 +3,33 @@
 #include <glob.h>
 
 #include <algorithm>
+#include <cctype>
 #include <fstream>
+#include <string_view>
 
 namespace fsdp::cli {
 
 namespace {
 
 /// TFLOP/s of dense products, from the makers' data sheets: in 16 bits with sums in fp32, and in
-/// fp32. A name that contains another one comes first.
+/// fp32. A name that begins as another one comes before it.
 struct Peak {
-  const char* name;
+  std::string_view name;
   double half;
   double single;
 };
 
 constexpr Peak kPeaks[] = {
-    {"H200", 989, 67},   {"H100 PCIe", 756, 51}, {"H100 NVL", 835, 60},   {"H100", 989, 67},
-    {"A100", 312, 19.5}, {"L40S", 362, 91.6},    {"RTX 4090", 165, 82.6}, {"V100", 125, 15.7},
+    {"H200 NVL", 835, 60}, {"H200", 989, 67},   {"H100 PCIe", 756, 51}, {"H100 NVL", 835, 60},
+    {"H100", 989, 67},     {"A100", 312, 19.5}, {"L40S", 362, 91.6},
 };
+
+/// Whether the name contains this word.
+bool has_word(const std::string& name, std::string_view word) {
+  const auto at = name.find(word);
+  const auto end = at + word.size();
+  return at != std::string::npos && (end == name.size() || std::isalnum(name[end]) == 0);
+}
 
 } // namespace
 
@@ -39,7 +48,7 @@ double flops_per_token(const ModelDims& dims, int64_t context) {
 
 std::optional<double> peak_flops(const std::string& gpu, const std::string& dtype) {
   for (const auto& [name, half, single] : kPeaks) {
-    if (gpu.find(name) != std::string::npos) {
+    if (has_word(gpu, name)) {
       return 1e12 * (dtype == "fp32" ? single : half);
     }
   }
@@ -53,7 +62,7 @@ std::string gpu_name() {
     std::ifstream file(found.gl_pathv[0]);
     for (std::string line; std::getline(file, line);) {
       if (line.starts_with("Model:")) {
-        name = line.substr(line.find_first_not_of(" \t", sizeof("Model:") - 1));
+        name = line; // spaces in front of the name do no harm
       }
     }
   }

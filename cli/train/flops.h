@@ -16,7 +16,8 @@ double flops_per_token(const ModelDims& dims, int64_t context);
 /// The most operations per second that a GPU of this name can make in products of dense matrices of
 /// that dtype. Empty if it is not known.
 std::optional<double> peak_flops(const std::string& gpu, const std::string& dtype);
-/// The name of the first GPU. Empty if there is none, or its driver does not tell.
+/// A line with the name of the machine's first GPU. Empty if there is none, or its driver does not
+/// tell.
 std::string gpu_name();
 
 } // namespace fsdp::cli

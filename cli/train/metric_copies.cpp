@@ -40,9 +40,17 @@ Json value_of(const Json& line, const Metric& metric) {
   return value.is_number() ? value : Json();
 }
 
-/// Neither a step nor a validation: what an interruption has cost.
-bool is_other(const Json& line) {
-  return !line.contains("loss") && !line.contains("validation_loss");
+/// Calls `add` for the steps and validations in metrics.jsonl, not for what interruptions have
+/// cost.
+template <class Add>
+void for_each_line(const std::filesystem::path& metrics, Add add) {
+  std::ifstream file(metrics);
+  for (std::string text; std::getline(file, text);) {
+    const auto line = Json::parse(text);
+    if (line.contains("loss") || line.contains("validation_loss")) {
+      add(line);
+    }
+  }
 }
 
 // ------------------------------------------------------------ Protocol buffers
@@ -108,16 +116,10 @@ MetricsCsv::MetricsCsv(const std::filesystem::path& path, const std::filesystem:
   }
   write_file(path, header + "\n");
   file_.open(path, std::ios::app);
-  std::ifstream lines(metrics);
-  for (std::string line; std::getline(lines, line);) {
-    add(Json::parse(line));
-  }
+  for_each_line(metrics, [this](const Json& line) { add(line); });
 }
 
 void MetricsCsv::add(const Json& line) {
-  if (is_other(line)) {
-    return;
-  }
   auto row = line.at("step").dump();
   for (const auto& metric : kMetrics) {
     const auto value = value_of(line, metric);
@@ -129,13 +131,18 @@ void MetricsCsv::add(const Json& line) {
   }
 }
 
-EventFile::EventFile(const std::filesystem::path& folder, int64_t before) {
+EventFile::EventFile(
+    const std::filesystem::path& folder, const std::filesystem::path& metrics, int64_t before) {
+  const bool is_first = !is_folder(folder);
   make_folders(folder);
   path_ = folder / ("events.out.tfevents." + std::to_string(std::time(nullptr)) + ".fsdp");
   file_.open(path_, std::ios::app | std::ios::binary); // a run may start twice in a second
   write(0, field(3, std::string("brain.Event:2")));
   constexpr int64_t kStart = 1;
   write(before + 1, field(7, field(1, kStart))); // a session begins with this step
+  if (is_first) {
+    for_each_line(metrics, [this](const Json& line) { add(line); });
+  }
 }
 
 void EventFile::add(const Json& line) {
@@ -145,9 +152,7 @@ void EventFile::add(const Json& line) {
       values += field(1, field(1, std::string(metric.tag)) + field(2, value.get<float>()));
     }
   }
-  if (!is_other(line)) {
-    write(line.at("step").get<int64_t>(), field(5, values));
-  }
+  write(line.at("step").get<int64_t>(), field(5, values));
 }
 
 /// Writes an event: `what` is its fields besides time and step.

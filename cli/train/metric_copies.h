@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
-#include <optional>
+#include <string>
 
 namespace fsdp::cli {
 
@@ -14,7 +14,7 @@ class MetricsCsv {
  public:
   /// Begins with the lines of `metrics`, the file metrics.jsonl of a run that is resumed.
   MetricsCsv(const std::filesystem::path& path, const std::filesystem::path& metrics);
-  /// Adds a line of metrics.jsonl.
+  /// Adds a line of metrics.jsonl: a step or a validation.
   void add(const nlohmann::ordered_json& line);
 
  private:
@@ -25,10 +25,11 @@ class MetricsCsv {
 /// A file of events for TensorBoard. Each start of a run writes one of its own.
 class EventFile {
  public:
-  /// `before` steps are done. TensorBoard forgets what earlier files have of later steps, because
-  /// these are made again.
-  EventFile(const std::filesystem::path& folder, int64_t before);
-  /// Adds a line of metrics.jsonl.
+  /// `before` steps are done; the folder's first file begins with what `metrics` has of them.
+  /// TensorBoard forgets what earlier files have of later steps, because these are made again.
+  EventFile(
+      const std::filesystem::path& folder, const std::filesystem::path& metrics, int64_t before);
+  /// Adds a line of metrics.jsonl: a step or a validation.
   void add(const nlohmann::ordered_json& line);
 
  private:

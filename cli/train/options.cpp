@@ -5,6 +5,7 @@
 #include <torch/cuda.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <fstream>
 
@@ -205,9 +206,7 @@ void add_file_options(CLI::App& command, TrainOptions& options) {
       "--go-on", options.go_on, "Continue the run in the folder of --run, if there is one");
   command.add_flag("--no-save", options.no_save, "Write no files");
   add("--peak-tflops", options.peak_tflops,
-      "The most that a rank's device can compute, for the utilisation in the metrics; 0: as known "
-      "of the GPU")
-      ->check(CLI::NonNegativeNumber)
+      "The most that a device can compute, for the utilisation; 0: as known of the GPU")
       ->capture_default_str();
   command.add_flag("--csv", options.csv, "Also write the metrics as a table, metrics.csv");
   command.add_flag(
@@ -363,6 +362,9 @@ bool wants_processes(const TrainOptions& options) {
 }
 
 void check_contradictions(const TrainOptions& options) {
+  check_config(
+      options.peak_tflops >= 0 && std::isfinite(options.peak_tflops), "--peak-tflops ",
+      options.peak_tflops, ": it must be 0 or more");
   const auto save_every = options.save_every.value_or(0);
   check_config(save_every >= 0, "--save-every ", save_every, ": it must be 0 or more");
   check_config(

@@ -37,7 +37,7 @@ struct TrainOptions {
   std::optional<int64_t> save_every; // in steps; 0: only at the end
   int64_t validate_every = 0;        // in steps; 0: only at the end
   CheckpointSeriesOptions keep;
-  double peak_tflops = 0;      // of a rank's device; 0: as known
+  double peak_tflops = 0;      // of a device; 0: as known
   bool csv = false;            // also write metrics.csv
   bool tensorboard = false;    // also write files of events
   std::set<std::string> given; // names of the options on the command line or in --config

@@ -112,7 +112,9 @@ std::vector<LinePiece> Progress::pieces(const StepRecord& record, int bar_width)
   pieces.push_back({"  norm " + fixed(record.result.grad_norm, 3), 4});
   pieces.push_back({"  " + padded(std::to_string(rate), 6) + " tokens/s", 3});
   if (record.utilisation) {
-    pieces.push_back({"  MFU " + fixed(100 * *record.utilisation, 1) + " %", 5});
+    // In the mean, as the tokens beside it; the record has the step's.
+    const auto mean = *record.utilisation * static_cast<double>(rate) / record.tokens_per_s;
+    pieces.push_back({"  MFU " + fixed(100 * mean, 1) + " %", 5});
   }
   pieces.push_back({"  " + binary_size(record.result.memory.peak), 7});
   pieces.push_back({"  comm " + fixed(record.exposed_s * 1000, 1) + " ms", 6});

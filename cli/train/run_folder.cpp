@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <ctime>
 #include <iostream>
 
@@ -87,11 +88,12 @@ void RunFolder::begin(const Plan& plan, c10::Device device, int64_t before) {
     write_file(folder / kConfigFile, config_json(options_).dump(2) + "\n");
     write_file(folder / kGroupsFile, groups_json(plan).dump(1) + "\n");
     metrics_.emplace(folder / kMetricsFile, before);
+    std::remove((folder / kCsvFile).c_str()); // of an earlier run here
     if (options_.csv) {
       csv_.emplace(folder / kCsvFile, folder / kMetricsFile);
     }
     if (options_.tensorboard) {
-      events_.emplace(folder / kEventsFolder, before);
+      events_.emplace(folder / kEventsFolder, folder / kMetricsFile, before);
     }
   });
   trace_.emplace(path_, before, options_.identity.config.steps, device);

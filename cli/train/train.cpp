@@ -64,7 +64,7 @@ StepRecord make_record(
     const TrainConfig& config,
     std::optional<double> peak) {
   const auto tokens = config.batch * config.context;
-  const auto ranks = static_cast<double>(config.mesh.value_or(MeshShape{}).ranks());
+  const auto ranks = static_cast<double>(config.mesh->ranks());
   const auto flops =
       flops_per_token(config.model, config.context) * static_cast<double>(tokens) / seconds / ranks;
   return {
@@ -78,14 +78,18 @@ StepRecord make_record(
       .utilisation = peak ? std::optional(flops / *peak) : std::nullopt};
 }
 
-/// The most operations per second of a rank's device, if it is known.
+/// The most operations per second of a rank, whose device others may share, if it is known.
 std::optional<double> peak_of(const TrainOptions& options) {
   const auto& config = options.identity.config;
-  if (options.peak_tflops > 0) {
-    return 1e12 * options.peak_tflops;
-  }
-  return config.device.starts_with("cuda") ? peak_flops(gpu_name(), config.param_dtype)
-                                           : std::nullopt;
+  const bool on_host = config.device == "cpu";
+  const auto known = options.peak_tflops > 0 ? std::optional(1e12 * options.peak_tflops)
+                     : on_host               ? std::nullopt
+                                             : peak_flops(gpu_name(), config.param_dtype);
+  const auto here = is_launched() ? local_rank().num_ranks : config.mesh->ranks();
+  const auto devices =
+      on_host ? 1 : std::max<int64_t>(1, static_cast<int64_t>(torch::cuda::device_count()));
+  const auto sharing = (here + devices - 1) / devices;
+  return known ? std::optional(*known / static_cast<double>(sharing)) : std::nullopt;
 }
 
 Validation validate(Trainer& trainer, int64_t step) {

@@ -51,10 +51,14 @@ std::vector<std::string> lines_of(const std::string& path) {
 
 /// A step that a resumed run makes again is there once, with its last value.
 TEST(TrainFolder, TableAndEventsHaveTheMetricsAlsoAfterAResume) {
+  const auto reader = run_commands({{{FSDP_TEST_PYTHON, "-c", "import tensorboard"}, {}}})[0];
+  if (reader.exit_code != 0) {
+    GTEST_SKIP() << "tensorboard is not installed";
+  }
   const auto folder = temporary_folder() + "/run";
   train_in(
-      folder, {"--csv", "--tensorboard", "--save-every", "4", "--validate-every", "4",
-               "--peak-tflops", "2"});
+      folder, {"--ranks", "2", "--csv", "--tensorboard", "--save-every", "4", "--validate-every",
+               "4", "--peak-tflops", "2"});
   const auto first = metrics_of(folder);
   std::filesystem::remove_all(folder + "/checkpoints/step_00000008"); // steps 5 to 8 are lost
   const auto ended = run({"train", "--resume", folder, "--lr", "2e-3", "--quiet"});
@@ -62,7 +66,7 @@ TEST(TrainFolder, TableAndEventsHaveTheMetricsAlsoAfterAResume) {
   const auto steps = metrics_of(folder);
   ASSERT_EQ(steps.size(), 8u);
   EXPECT_NE(steps[7]["loss"], first[7]["loss"]);
-  EXPECT_DOUBLE_EQ(steps[7]["mfu"].get<double>(), steps[7]["flops_per_s"].get<double>() / 2e12);
+  EXPECT_DOUBLE_EQ(steps[7]["mfu"].get<double>(), steps[7]["flops_per_s"].get<double>() / 1e12);
 
   const auto events = events_in(folder);
   ASSERT_EQ(events["train/loss"].size(), 8u) << events;
