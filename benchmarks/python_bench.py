@@ -25,7 +25,6 @@ import fsdp_cpp
 import fsdp_cpp.optim
 
 
-
 @dataclasses.dataclass
 class Shape:
     dim: int

@@ -21,10 +21,8 @@ function(fsdp_link_test name)
   target_compile_options(${name} PRIVATE -O0)
   target_link_libraries(${name} PRIVATE fsdp_objects fsdp_test_support)
   fsdp_use_header(${name} fsdp_test_header)
-  if(FSDP_SANITIZE)
-    target_compile_definitions(${name} PRIVATE FSDP_TEST_SANITIZED)
-  endif()
   if(FSDP_SANITIZE MATCHES thread)
+    target_compile_definitions(${name} PRIVATE FSDP_TEST_TSAN)
     target_sources(${name} PRIVATE $<TARGET_OBJECTS:fsdp_tsan_allocator>)
   endif()
 endfunction()
@@ -33,10 +31,10 @@ set(suites_file ${CMAKE_CURRENT_BINARY_DIR}/suites.cmake)
 file(WRITE ${suites_file} "include(\"${PROJECT_SOURCE_DIR}/cmake/TestSuites.cmake\")\n")
 set_property(DIRECTORY APPEND PROPERTY TEST_INCLUDE_FILES ${suites_file})
 if(FSDP_SANITIZE MATCHES thread)
-  # A test asks for more memory than there is. The sanitizer would end the process. Without a
-  # symbolizer it knows no names of functions, and so none of those in tsan.supp.
   add_library(fsdp_tsan_allocator OBJECT support/tsan_allocator.cpp)
   target_link_libraries(fsdp_tsan_allocator PRIVATE fsdp_objects)
+  # A test asks for more memory than there is. The sanitizer would end the process. Without a
+  # symbolizer it knows no names of functions, and so none of those in tsan.supp.
   find_program(FSDP_SYMBOLIZER NAMES llvm-symbolizer-19 llvm-symbolizer REQUIRED)
   file(APPEND ${suites_file}
        "set(sanitizer_options \"TSAN_OPTIONS=allocator_may_return_null=1 "

@@ -1,6 +1,7 @@
 #include "cli/train/fit.h"
 
 #include <torch/cuda.h>
+#include <algorithm>
 
 #include <fsdp/launch.h>
 
@@ -88,11 +89,17 @@ std::string find_change(
 
 } // namespace
 
+int64_t ranks_per_device(const std::string& device, int64_t ranks) {
+  const auto accelerators = device == "cpu" ? 0 : static_cast<int64_t>(torch::cuda::device_count());
+  const auto devices = std::max<int64_t>(accelerators, 1);
+  return (ranks + devices - 1) / devices;
+}
+
 Room find_room(const std::string& device, int64_t ranks) {
   Room room{.host = free_host_memory(), .device = {}, .ranks = ranks};
   const auto devices = static_cast<int64_t>(torch::cuda::device_count());
   if (device != "cpu" && devices > 0) {
-    room.ranks_per_device = (ranks + devices - 1) / devices;
+    room.ranks_per_device = ranks_per_device(device, ranks);
     // Each process looks at its own device: to look at another one takes memory there.
     const auto index = static_cast<c10::DeviceIndex>(local_rank().rank % devices);
     room.device = free_device_memory(c10::Device(c10::kCUDA, index));

@@ -17,6 +17,9 @@ struct Room {
   int64_t ranks_per_device = 1; // that share an accelerator
 };
 
+/// How many of a machine's `ranks` share a device, at most. On the CPU all of them do.
+int64_t ranks_per_device(const std::string& device, int64_t ranks);
+
 /// What is free here now. Call it before a rank allocates. `device` is the option.
 Room find_room(const std::string& device, int64_t ranks);
 

@@ -81,15 +81,17 @@ StepRecord make_record(
 /// The most operations per second of a rank, whose device others may share, if it is known.
 std::optional<double> peak_of(const TrainOptions& options) {
   const auto& config = options.identity.config;
-  const bool on_host = config.device == "cpu";
-  const auto known = options.peak_tflops > 0 ? std::optional(1e12 * options.peak_tflops)
-                     : on_host               ? std::nullopt
-                                             : peak_flops(gpu_name(), config.param_dtype);
-  const auto here = is_launched() ? local_rank().num_ranks : config.mesh->ranks();
-  const auto devices =
-      on_host ? 1 : std::max<int64_t>(1, static_cast<int64_t>(torch::cuda::device_count()));
-  const auto sharing = (here + devices - 1) / devices;
-  return known ? std::optional(*known / static_cast<double>(sharing)) : std::nullopt;
+  auto peak = std::optional<double>();
+  if (options.peak_tflops > 0) {
+    peak = 1e12 * options.peak_tflops;
+  } else if (config.device != "cpu") {
+    peak = peak_flops(gpu_name(), config.param_dtype);
+  }
+  if (peak) {
+    const auto here = is_launched() ? local_rank().num_ranks : config.mesh->ranks();
+    *peak /= static_cast<double>(ranks_per_device(config.device, here));
+  }
+  return peak;
 }
 
 Validation validate(Trainer& trainer, int64_t step) {

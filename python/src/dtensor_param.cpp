@@ -228,7 +228,7 @@ at::Tensor DTensorParam::replaced_local() const {
 
 /// Throws if somebody gave an extension to a shard that is a plain tensor.
 void DTensorParam::check_not_extended() const {
-  const auto local = checked(PyObject_GetAttr(dtensor_.ptr(), known_class()->local.ptr()));
+  const auto local = wrapped(local_);
   auto** members = _PyObject_GetDictPtr(local.ptr());
   TORCH_CHECK_NOT_IMPLEMENTED(
       !members || !*members || !PyDict_GetItemString(*members, "fsdp_pre_all_gather"),

@@ -56,10 +56,15 @@ TEST(MixedPrecision, ComputesAndReducesInTheParamDtype) {
   }
 }
 
-TEST(MixedPrecision, ReducesInTheReduceDtype) {
+TEST(MixedPrecision, ReducesInFp32) {
+  for (const int n : {1, 2, 4}) {
+    run_ranks(n, [](int) { train_stack({.param_dtype = kBf16, .reduce_dtype = kFp32}, kFp32); });
+  }
+}
+
+TEST(MixedPrecision, ReducesIn16Bits) {
   for (const int n : {1, 2, 4}) {
     run_ranks(n, [](int) {
-      train_stack({.param_dtype = kBf16, .reduce_dtype = kFp32}, kFp32);
       train_stack({.reduce_dtype = kBf16}, kBf16);
       train_stack({.reduce_dtype = kFp16}, kFp16);
     });

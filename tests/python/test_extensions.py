@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from parity import ENGINES, Mlp, mesh_of, see_grads
+from parity import ENGINES, Mlp, batch, mesh_of, see_grads
 from pool import DEVICE
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -118,8 +118,7 @@ def plain_values(model):
 def steps(engine, model, seen, count=3):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     for step in range(count):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        loss = model(torch.randn(4, 6, generator=generator).to(DEVICE)).square().mean()
+        loss = model(batch(step)).square().mean()
         loss.backward()
         see_grads(model, seen, loss)
         optimizer.step()
@@ -219,8 +218,7 @@ def accumulates():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
         for step in range(6):
             model.set_requires_gradient_sync(step % 2 == 1)
-            generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-            loss = model(torch.randn(4, 6, generator=generator).to(DEVICE)).square().mean()
+            loss = model(batch(step)).square().mean()
             loss.backward()
             seen.append(("loss", loss.detach().clone()))
             if step % 2 == 1:
