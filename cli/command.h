@@ -18,6 +18,7 @@ void add_generate(CLI::App& app, Action& action);
 void add_inspect(CLI::App& app, Action& action);
 void add_report(CLI::App& app, Action& action);
 void add_run(CLI::App& app, Action& action);
+void add_tokenize(CLI::App& app, Action& action);
 void add_train(CLI::App& app, Action& action);
 void add_verify(CLI::App& app, Action& action);
 

@@ -68,20 +68,38 @@ std::string read_text(const std::string& path) {
   return std::move(*text);
 }
 
-Corpus read_folder(const std::string& folder, const std::string& name) {
-  std::string text;
-  int64_t num_files = 0;
-  for (const auto& path : files_below(folder)) {
-    const auto more = read_text(path);
-    if (more.find('\0') == std::string::npos) {
-      text += more;
-      ++num_files;
-    }
-  }
+/// All text files below a folder: those without a zero byte.
+std::vector<std::string> text_files_below(const std::string& folder) {
+  auto files = files_below(folder);
+  std::erase_if(
+      files, [](const auto& path) { return read_text(path).find('\0') != std::string::npos; });
   check_config(
-      !text.empty(), "--data: there is no text in ", folder, "; for files of tokens: --data '",
+      !files.empty(), "--data: there is no text in ", folder, "; for files of tokens: --data '",
       folder, "/*.bin'");
-  return Corpus(text, name, num_files);
+  return files;
+}
+
+Corpus read_texts(
+    const std::vector<std::string>& files, const std::string& name, const TokensOf& tokens) {
+  const auto num_files = static_cast<int64_t>(files.size());
+  if (!tokens.tokenizer) {
+    std::string text;
+    for (const auto& file : files) {
+      text += read_text(file);
+    }
+    return Corpus(std::move(text), name, num_files);
+  }
+  std::vector<int32_t> all;
+  tokenize_documents(
+      *tokens.tokenizer, files, tokens.documents, [&](const std::vector<int64_t>& more) {
+        for (const auto token : more) {
+          check_config(
+              token < tokens.vocab, "--data: ", name, " has the token ", token, " ('",
+              tokens.tokenizer->bytes_of(token), "'), but the model has only ", tokens.vocab);
+          all.push_back(static_cast<int32_t>(token));
+        }
+      });
+  return Corpus(std::make_shared<TokenList>(std::move(all)), name, num_files);
 }
 
 /// The include folder next to the lib folder of the loaded LibTorch. Empty if it is not known.
@@ -137,9 +155,11 @@ constexpr int64_t kSampledTokens = 1 << 22; // to count them
 
 } // namespace
 
-Corpus Corpus::read(const std::string& path, TokenType raw, int64_t vocab) {
+Corpus Corpus::read(const std::string& path, const TokensOf& tokens) {
   const auto open_tokens = [&](const std::vector<std::string>& files) {
-    Corpus corpus(open_token_files(files, raw, vocab), path, static_cast<int64_t>(files.size()));
+    Corpus corpus(
+        open_token_files(files, tokens.raw, tokens.vocab), path,
+        static_cast<int64_t>(files.size()));
     for (const auto part : {Part::train, Part::held_out}) {
       corpus.sample(part, kCheckedTokens, [](const auto&) {}); // reading checks them
     }
@@ -151,16 +171,16 @@ Corpus Corpus::read(const std::string& path, TokenType raw, int64_t vocab) {
   }
   check_config(access(path.c_str(), F_OK) == 0, "--data: there is no file or folder ", path);
   if (is_folder(path)) {
-    return read_folder(path, path);
+    return read_texts(text_files_below(path), path, tokens);
   }
   check_config(is_file(path), "--data: ", path, " is neither a file nor a folder");
-  return is_token_file(path) ? open_tokens({path}) : Corpus(read_text(path), path);
+  return is_token_file(path) ? open_tokens({path}) : read_texts({path}, path, tokens);
 }
 
-Corpus Corpus::libtorch_headers() {
+Corpus Corpus::libtorch_headers(const TokensOf& tokens) {
   for (const auto& folder : {loaded_headers(), std::string(FSDP_TORCH_INCLUDE)}) {
     if (is_folder(folder + "/ATen")) {
-      return read_folder(folder, "LibTorch's C++ headers");
+      return read_texts(text_files_below(folder), "LibTorch's C++ headers", tokens);
     }
   }
   throw_config_error(
@@ -170,7 +190,7 @@ Corpus Corpus::libtorch_headers() {
 
 Corpus::Corpus(std::string text, std::string name, int64_t num_files)
     : Corpus(std::make_shared<TextSource>(std::move(text)), std::move(name), num_files) {
-  is_text_ = true;
+  is_bytes_ = true;
 }
 
 Corpus::Corpus(std::shared_ptr<TokenSource> tokens, std::string name, int64_t num_files)
@@ -216,8 +236,8 @@ std::string Corpus::fingerprint() const {
   uint64_t hash = 0;
   for (const auto part : {Part::train, Part::held_out}) {
     hash = splitmix64(hash ^ static_cast<uint64_t>(size_of(part)));
-    const auto most = is_text() ? size_of(part) : kSampledTokens;
-    const size_t in_word = is_text() ? 8 : 1; // tokens
+    const auto most = is_bytes() ? size_of(part) : kSampledTokens;
+    const size_t in_word = is_bytes() ? 8 : 1; // tokens
     sample(part, most, [&](const std::vector<int64_t>& tokens) {
       for (size_t at = 0; at < tokens.size(); at += in_word) {
         uint64_t word = 0;
@@ -252,7 +272,7 @@ torch::Tensor Corpus::train_rows(const BatchOf& batch, int64_t first, int64_t co
   const auto rows_per_epoch = (num_train() - 1) / context; // a row's last token begins the next
   for (int64_t row = 0; row < count; ++row) {
     int64_t start = 0;
-    if (is_text()) {
+    if (is_bytes()) {
       start =
           static_cast<int64_t>(splitmix64(key + static_cast<uint64_t>(first + row)) % num_starts);
     } else {
@@ -300,7 +320,7 @@ std::string Corpus::prompt() const {
 
 std::vector<double> Corpus::count_tokens(Part part) const {
   std::vector<double> counts(256);
-  sample(part, is_text() ? size_of(part) : kSampledTokens, [&](const auto& tokens) {
+  sample(part, is_bytes() ? size_of(part) : kSampledTokens, [&](const auto& tokens) {
     for (const auto token : tokens) {
       counts.resize(std::max(counts.size(), static_cast<size_t>(token) + 1));
       ++counts[static_cast<size_t>(token)];

@@ -5,9 +5,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "cli/text/documents.h"
 #include "cli/train/token_source.h"
 
 namespace fsdp::cli {
@@ -20,7 +22,17 @@ struct BatchOf {
   int64_t context = 0;
 };
 
-/// A text as bytes, or files of tokens. Most of it is for training, and a part is held out. It
+/// How data become tokens.
+struct TokensOf {
+  int64_t vocab = 256; // tokens must be below it
+  /// How files of tokens without a header store one.
+  TokenType raw = TokenType::uint16;
+  /// For text. None: each byte is a token.
+  std::optional<Tokenizer> tokenizer = {};
+  DocumentOptions documents = {}; // of text, with a tokenizer
+};
+
+/// A text, or files of tokens. Most of it is for training, and a part is held out. It
 /// never changes, so that ranks that are threads can share it.
 ///
 /// Note [Held-out text]
@@ -33,22 +45,21 @@ class Corpus {
   /// hidden files, files that contain a zero byte, because they are not text, and the folders of
   /// runs. Opens a file of tokens, or all that a pattern such as "part_*.bin" finds, in the order
   /// of their names; see `open_token_files`. Throws ConfigError with a message that names --data.
-  static Corpus read(
-      const std::string& path, TokenType raw = TokenType::uint16, int64_t vocab = 256);
+  static Corpus read(const std::string& path, const TokensOf& tokens = {});
   /// The C++ headers of the LibTorch that this process has loaded. If they are not there, those of
   /// the LibTorch that the tool was built with.
-  static Corpus libtorch_headers();
+  static Corpus libtorch_headers(const TokensOf& tokens = {});
 
   explicit Corpus(std::string text, std::string name = "text", int64_t num_files = 1);
   Corpus(std::shared_ptr<TokenSource> tokens, std::string name, int64_t num_files);
 
-  /// False for files of tokens.
-  bool is_text() const {
-    return is_text_;
+  /// Whether bytes are the tokens.
+  bool is_bytes() const {
+    return is_bytes_;
   }
   /// "bytes" or "tokens".
   const char* unit() const {
-    return is_text() ? "bytes" : "tokens";
+    return is_bytes() ? "bytes" : "tokens";
   }
 
   const std::string& name() const {
@@ -65,7 +76,7 @@ class Corpus {
     return num_held_out_;
   }
 
-  /// A hash of the text, or of samples from the files of tokens. The same on every machine.
+  /// A hash of the bytes, or of samples from other tokens. The same on every machine.
   std::string fingerprint() const;
 
   /// Throws ConfigError if there is too little text for rows of `context` tokens.
@@ -73,18 +84,18 @@ class Corpus {
 
   /// Rows [first, first + count) of a batch, as int64 of shape (count, context + 1). They depend
   /// only on the batch and the rows' numbers, so that batches are the same for any number of ranks.
-  /// Rows of text begin anywhere. Files of tokens are cut into rows, and each epoch has all of
-  /// them, in another order.
+  /// Rows of bytes begin anywhere. Other tokens are cut into rows, and each epoch has all of them,
+  /// in another order.
   torch::Tensor train_rows(const BatchOf& batch, int64_t first, int64_t count) const;
 
   /// Rows [first, first + count) of `total` rows that are spread evenly over the held-out text.
   torch::Tensor held_out_rows(int64_t first, int64_t count, int64_t total, int64_t context) const;
 
-  /// A prompt for a sample: half a line of the held-out text. Not for files of tokens.
+  /// A prompt for a sample: half a line of the held-out text. Only for bytes.
   std::string prompt() const;
 
   /// The loss on the held-out text of a model that only knows how frequent each token is in the
-  /// training text. A useful model must have a lower loss. Takes samples from files of tokens.
+  /// training text. A useful model must have a lower loss. Takes samples, unless tokens are bytes.
   double frequency_loss() const;
 
  private:
@@ -107,7 +118,7 @@ class Corpus {
   std::string name_;
   int64_t num_files_;
   std::shared_ptr<const TokenSource> source_;
-  bool is_text_ = false;
+  bool is_bytes_ = false;
   int64_t block_ = 1; // tokens
   int64_t num_held_out_ = 0;
 };

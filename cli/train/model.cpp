@@ -17,13 +17,6 @@ nn::Linear linear(int64_t in, int64_t out, bool bias = false) {
   return nn::Linear(torch::nn::LinearOptions(in, out).bias(bias));
 }
 
-/// Which tokens each one sees if attention reaches `window` tokens back: (time, time).
-torch::Tensor window_mask(int64_t time, int64_t window, const torch::Tensor& like) {
-  const auto position = torch::arange(time, like.options().dtype(torch::kLong));
-  const auto distance = position.unsqueeze(1) - position;
-  return distance.ge(0).logical_and(distance.lt(window));
-}
-
 } // namespace
 
 int64_t default_hidden(int64_t dim) {
@@ -60,24 +53,30 @@ AttentionImpl::AttentionImpl(const ModelDims& dims)
   }
 }
 
-torch::Tensor AttentionImpl::forward(
-    const torch::Tensor& x, const torch::Tensor& rotary, const torch::Tensor& mask) {
-  const auto batch = x.size(0);
-  const auto time = x.size(1);
+AttentionImpl::Heads AttentionImpl::project(const torch::Tensor& x, const torch::Tensor& rotary) {
   // -1: under tensor parallelism a rank has only a part of the heads.
   const auto heads_of = [&](nn::Linear& projection) {
-    return projection(x).view({batch, time, -1, head_dim}).transpose(1, 2);
+    return projection(x).view({x.size(0), x.size(1), -1, head_dim}).transpose(1, 2);
   };
   const auto rotated = [&](nn::Linear& projection, RMSNorm& norm) {
     const auto heads = heads_of(projection);
     return rotate(norm.is_empty() ? heads : norm(heads), rotary);
   };
-  const auto q = rotated(q_proj, q_norm);
-  const auto k = rotated(k_proj, k_norm);
+  // Braces: the modules run in this order, on all ranks alike.
+  return {rotated(q_proj, q_norm), rotated(k_proj, k_norm), heads_of(v_proj)};
+}
+
+torch::Tensor AttentionImpl::mix(const Heads& heads, const torch::Tensor& mask, bool causal) {
+  const auto& [q, k, v] = heads;
   const auto mixed = at::scaled_dot_product_attention(
-      q, k, heads_of(v_proj), mask.defined() ? std::optional(mask) : std::nullopt, /*dropout_p=*/0,
-      /*is_causal=*/!mask.defined(), /*scale=*/{}, /*enable_gqa=*/q.size(1) != k.size(1));
-  return o_proj(mixed.transpose(1, 2).reshape({batch, time, -1}));
+      q, k, v, mask.defined() ? std::optional(mask) : std::nullopt, /*dropout_p=*/0, causal,
+      /*scale=*/{}, /*enable_gqa=*/q.size(1) != k.size(1));
+  return o_proj(mixed.transpose(1, 2).reshape({q.size(0), q.size(2), -1}));
+}
+
+torch::Tensor AttentionImpl::forward(
+    const torch::Tensor& x, const torch::Tensor& rotary, const torch::Tensor& mask) {
+  return mix(project(x, rotary), mask, /*causal=*/!mask.defined());
 }
 
 FeedForwardImpl::FeedForwardImpl(const ModelDims& dims)
@@ -100,9 +99,9 @@ BlockImpl::BlockImpl(const ModelDims& dims)
       mlp(register_module("mlp", FeedForward(dims))) {}
 
 torch::Tensor BlockImpl::forward(
-    torch::Tensor x, const torch::Tensor& rotary, const torch::Tensor& mask) {
-  x = x + self_attn(input_layernorm(x), rotary, mask);
-  return x + mlp(post_attention_layernorm(x));
+    const torch::Tensor& x, const torch::Tensor& rotary, const torch::Tensor& mask) {
+  return with_attention(
+      x, [&](const torch::Tensor& normalized) { return self_attn(normalized, rotary, mask); });
 }
 
 TransformerImpl::TransformerImpl(const ModelDims& dims)
@@ -120,20 +119,35 @@ TransformerImpl::TransformerImpl(const ModelDims& dims)
   }
 }
 
-torch::Tensor TransformerImpl::forward(const torch::Tensor& tokens) {
-  auto x = embed_tokens(tokens);
-  if (dims.gemma) {
-    x = x * torch::scalar_tensor(std::sqrt(static_cast<double>(dims.dim)), x.options());
+torch::Tensor TransformerImpl::embed(const torch::Tensor& tokens) {
+  const auto x = embed_tokens(tokens);
+  return dims.gemma
+             ? x * torch::scalar_tensor(std::sqrt(static_cast<double>(dims.dim)), x.options())
+             : x;
+}
+
+torch::Tensor TransformerImpl::window_mask(int64_t time, const torch::Tensor& like) const {
+  if (dims.window == 0 || dims.window >= time) {
+    return {};
   }
+  const auto position = torch::arange(time, like.options().dtype(torch::kLong));
+  const auto distance = position.unsqueeze(1) - position;
+  return distance.ge(0).logical_and(distance.lt(dims.window));
+}
+
+torch::Tensor TransformerImpl::forward(const torch::Tensor& tokens) {
+  auto x = embed(tokens);
   const auto time = tokens.size(1);
   const auto rotary = rotary_table(time, dims.head_dim(), dims.rotary_base, dims.rotary_scaling, x);
-  const bool slides = dims.window > 0 && dims.window < time;
-  const auto mask = slides ? window_mask(time, dims.window, x) : torch::Tensor();
+  const auto mask = window_mask(time, x);
   for (size_t i = 0; i < layers.size(); ++i) {
-    const bool in_window = static_cast<int64_t>(i) >= dims.window_from;
-    x = layers[i](x, rotary, in_window ? mask : torch::Tensor());
+    x = layers[i](x, rotary, slides(i) ? mask : torch::Tensor());
   }
-  x = norm(x);
+  return scores_of(x);
+}
+
+torch::Tensor TransformerImpl::scores_of(const torch::Tensor& hidden) {
+  const auto x = norm(hidden);
   if (!dims.tied) {
     return lm_head(x);
   }

@@ -69,6 +69,16 @@ struct AttentionImpl : torch::nn::Module {
   torch::Tensor forward(
       const torch::Tensor& x, const torch::Tensor& rotary, const torch::Tensor& mask);
 
+  // What forward consists of, for those who keep keys and values of earlier tokens.
+
+  /// Of each head and token: (batch, heads, time, head_dim).
+  struct Heads {
+    torch::Tensor queries, keys, values;
+  };
+  Heads project(const torch::Tensor& x, const torch::Tensor& rotary);
+  /// `causal`: a token sees those before it only. Otherwise it sees all, or what `mask` says.
+  torch::Tensor mix(const Heads& heads, const torch::Tensor& mask, bool causal);
+
   int64_t head_dim;
   nn::Linear q_proj, k_proj, v_proj, o_proj;
   RMSNorm q_norm{nullptr}, k_norm{nullptr}; // null without qk_norm
@@ -87,7 +97,14 @@ FSDP_MODULE(FeedForward);
 
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(const ModelDims& dims);
-  torch::Tensor forward(torch::Tensor x, const torch::Tensor& rotary, const torch::Tensor& mask);
+  torch::Tensor forward(
+      const torch::Tensor& x, const torch::Tensor& rotary, const torch::Tensor& mask);
+  /// The same, with `attend(normalized)` in the place of attention.
+  template <class Attend>
+  torch::Tensor with_attention(const torch::Tensor& x, const Attend& attend) {
+    const auto attended = x + attend(input_layernorm(x));
+    return attended + mlp(post_attention_layernorm(attended));
+  }
 
   RMSNorm input_layernorm, post_attention_layernorm;
   Attention self_attn;
@@ -100,6 +117,19 @@ struct TransformerImpl : torch::nn::Module {
   /// Takes int64 tokens (batch, time) and returns scores of the next token (batch, time, vocab).
   /// Under tensor parallelism a rank returns its part of the vocabulary.
   torch::Tensor forward(const torch::Tensor& tokens);
+
+  // What forward consists of, besides the blocks.
+
+  /// (batch, time, dim)
+  torch::Tensor embed(const torch::Tensor& tokens);
+  /// For `mask` of the blocks that slide: which tokens each one sees. Undefined if it sees all
+  /// before it, because there are no more than `window`.
+  torch::Tensor window_mask(int64_t time, const torch::Tensor& like) const;
+  bool slides(size_t block) const {
+    return dims.window > 0 && static_cast<int64_t>(block) >= dims.window_from;
+  }
+  /// The scores of the next token, from the result of the last block.
+  torch::Tensor scores_of(const torch::Tensor& x);
 
   ModelDims dims;
   std::optional<DeviceMesh> tensor_mesh; // a mesh of one axis, if tensor parallel

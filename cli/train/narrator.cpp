@@ -107,16 +107,15 @@ void Narrator::plan(
   screen_.labelled(
       "run", c10::str(
                  plural(config.steps, "step"), " of ", config.batch, " x ", config.context, " = ",
-                 config.batch * config.context,
-                 is_token_file(options_.identity.data) ? " tokens" : " tokens (bytes)", ", seed ",
-                 config.seed, config.optimizer == "muon" ? ", by Muon" : ""));
+                 config.batch * config.context, trains_on_bytes() ? " tokens (bytes)" : " tokens",
+                 ", seed ", config.seed, config.optimizer == "muon" ? ", by Muon" : ""));
 }
 
 void Narrator::text(const Corpus& corpus) {
   const auto size = [&](int64_t count) {
-    return corpus.is_text() ? decimal_count(count, "B")
-           : count < 1000   ? plural(count, "token")
-                            : decimal_count(count, "") + " tokens";
+    return corpus.is_bytes() ? decimal_count(count, "B")
+           : count < 1000    ? plural(count, "token")
+                             : decimal_count(count, "") + " tokens";
   };
   if (to_people()) {
     screen_.labelled(
@@ -219,8 +218,7 @@ void Narrator::result(const RunResult& result) {
         "result", c10::str(
                       "loss ", fixed(result.first_loss, 4), " -> ", fixed(result.last_loss, 4),
                       " (last ", plural(result.num_last, "step"), "), validation loss ",
-                      fixed(result.validation.loss, 4),
-                      is_token_file(options_.identity.data) ? " (token" : " (byte",
+                      fixed(result.validation.loss, 4), trains_on_bytes() ? " (byte" : " (token",
                       " frequencies alone: ", fixed(result.validation.byte_frequency_loss, 4),
                       "), ", fixed(result.seconds, 1), " s"));
   }

@@ -61,6 +61,11 @@ class Narrator {
   bool to_programs() const {
     return prints_ && options_.json;
   }
+  /// Models of --from have tokens of their own, unless those are bytes.
+  bool trains_on_bytes() const {
+    const auto& [config, data, fingerprint] = options_.identity;
+    return !is_token_file(data) && (config.from.empty() || config.model.vocab == 256);
+  }
   static void print(const nlohmann::ordered_json& json);
 
   const TrainOptions& options_;

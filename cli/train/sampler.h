@@ -16,8 +16,6 @@ struct SampleOptions {
   c10::Device device = c10::kCPU;
   /// If false, this rank only takes part in the collectives, and its result is meaningless.
   bool keeps_text = true;
-  /// Is called with the prompt, and with each byte as soon as it is drawn.
-  std::function<void(const std::string& text)> on_text = [](const std::string&) {};
   /// Is called before each byte. If it returns true, on every rank alike, no more bytes are drawn.
   std::function<bool()> stop = [] { return false; };
 };

@@ -1,18 +1,13 @@
 #include "cli/train/token_source.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <string_view>
 
 #include "cli/check.h"
 #include "cli/files.h"
+#include "cli/mapped_file.h"
 
 namespace fsdp::cli {
 
@@ -24,56 +19,6 @@ int64_t bytes_of(TokenType type) {
          : type == TokenType::int64  ? 8
                                      : 4;
 }
-
-/// A file that is mapped into memory.
-class MappedFile {
- public:
-  explicit MappedFile(const std::string& path) : path_(path) {
-    const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    check_config(fd >= 0, "--data: ", path, " cannot be read: ", std::strerror(errno));
-    struct stat status{};
-    const bool known = fstat(fd, &status) == 0 && S_ISREG(status.st_mode);
-    size_ = known ? static_cast<int64_t>(status.st_size) : 0;
-    void* const mapped =
-        size_ > 0 ? mmap(nullptr, static_cast<size_t>(size_), PROT_READ, MAP_PRIVATE, fd, 0)
-                  : MAP_FAILED;
-    close(fd);
-    check_config(size_ > 0, "--data: ", path, " is empty, or not a file");
-    check_config(mapped != MAP_FAILED, "--data: ", path, " cannot be mapped into memory");
-    data_ = static_cast<const char*>(mapped);
-  }
-  ~MappedFile() {
-    munmap(const_cast<char*>(data_), static_cast<size_t>(size_));
-  }
-  MappedFile(const MappedFile&) = delete;
-  MappedFile& operator=(const MappedFile&) = delete;
-
-  const std::string& path() const {
-    return path_;
-  }
-  int64_t size() const {
-    return size_;
-  }
-  const char* data() const {
-    return data_;
-  }
-  bool starts_with(std::string_view text) const {
-    return size_ >= static_cast<int64_t>(text.size()) &&
-           std::memcmp(data_, text.data(), text.size()) == 0;
-  }
-  /// The number of type T at a byte, which must be inside of the file.
-  template <class T>
-  T at(int64_t byte) const {
-    T value;
-    std::memcpy(&value, data_ + byte, sizeof(T));
-    return value;
-  }
-
- private:
-  const std::string path_;
-  int64_t size_ = 0;
-  const char* data_ = nullptr;
-};
 
 /// Where a file has its tokens.
 struct TokenLayout {
@@ -154,7 +99,7 @@ TokenLayout npy_layout(const MappedFile& file) {
 
 /// Megatron: the .idx beside the .bin has the type of the tokens and the lengths of the sequences.
 TokenLayout megatron_layout(const MappedFile& file, const std::string& index_path) {
-  const MappedFile index(index_path);
+  const MappedFile index(index_path, "--data: ");
   constexpr std::string_view kMark("MMIDIDX\0\0", 9);
   constexpr int64_t kHeader = 9 + 8 + 1 + 8 + 8;
   check_config(
@@ -209,7 +154,7 @@ class TokenFiles : public TokenSource {
  public:
   TokenFiles(const std::vector<std::string>& paths, TokenType raw, int64_t vocab) : vocab_(vocab) {
     for (const auto& path : paths) {
-      auto file = std::make_shared<MappedFile>(path);
+      auto file = std::make_shared<MappedFile>(path, "--data: ");
       const auto layout = layout_of(*file, raw);
       parts_.push_back({std::move(file), layout, size_});
       size_ += layout.count;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -27,6 +28,21 @@ class TextSource : public TokenSource {
 
  private:
   const std::string text_;
+};
+
+/// Tokens in memory.
+class TokenList : public TokenSource {
+ public:
+  explicit TokenList(std::vector<int32_t> tokens) : tokens_(std::move(tokens)) {}
+  int64_t size() const override {
+    return static_cast<int64_t>(tokens_.size());
+  }
+  void read(int64_t start, int64_t count, int64_t* out) const override {
+    std::copy_n(tokens_.begin() + start, count, out);
+  }
+
+ private:
+  const std::vector<int32_t> tokens_;
 };
 
 /// How a file stores a token.

@@ -161,7 +161,7 @@ void show_result(
        .num_last = run.num_last(),
        .validation = validation,
        .seconds = seconds});
-  if (narrator.wants_sample() && trainer.corpus().is_text()) { // generating is collective
+  if (narrator.wants_sample() && trainer.corpus().is_bytes()) { // generating is collective
     const auto prompt = trainer.corpus().prompt();
     const auto text = trainer.generate(prompt, kSampleBytes);
     if (trainer.stop() == 0) {
@@ -187,10 +187,6 @@ int train_rank(
     load_run(*saved, trainer, run);
   } else if (!config.from.empty()) {
     trainer.load_pretrained(config.from);
-    if (get_rank() == 0 && corpus.is_text() && is_file(config.from + "/tokenizer.json")) {
-      std::cerr << "fsdp: warning: the text is read as bytes, but the model knows the tokens of "
-                << config.from << "/tokenizer.json; give files of these with --data" << std::endl;
-    }
   }
   const auto plan = make_plan(config, *config.mesh, {.saves = options.saves_on_the_way()});
   StopSignals::expect_within(0); // from here on, no rank may end alone at once
@@ -233,12 +229,24 @@ int train_rank(
   return trainer.stop() == 0 ? 0 : 128 + trainer.stop();
 }
 
+/// Reads --data, or the default text.
 Corpus read_corpus(const TrainOptions& options) {
-  const auto vocab = options.identity.config.model.vocab;
-  const auto& dtype = options.token_dtype;
+  const auto& [config, data, fingerprint] = options.identity;
+  TokensOf tokens{.vocab = config.model.vocab};
   // A vocabulary that 16 bits cannot hold needs 32.
-  const bool wide = dtype == "auto" ? vocab > (1 << 16) : dtype == "uint32";
-  return Corpus::read(options.identity.data, wide ? TokenType::uint32 : TokenType::uint16, vocab);
+  const bool wide =
+      options.token_dtype == "auto" ? tokens.vocab > (1 << 16) : options.token_dtype == "uint32";
+  tokens.raw = wide ? TokenType::uint32 : TokenType::uint16;
+  if (!config.from.empty() && Tokenizer::is_in(config.from)) {
+    tokens.tokenizer = Tokenizer::read(config.from);
+    tokens.documents.end = end_token(*tokens.tokenizer, config.from);
+  }
+  auto corpus = data.empty() ? Corpus::libtorch_headers(tokens) : Corpus::read(data, tokens);
+  check_config(
+      !corpus.is_bytes() || config.from.empty() || tokens.vocab == 256, "--from ", config.from,
+      " has no tokenizer.json, so a text cannot become the model's tokens; give files of tokens "
+      "with --data");
+  return corpus;
 }
 
 /// Prints the plan of a run. Builds the model on the meta device, as rank 0 of a fake world.
@@ -381,7 +389,7 @@ int train(TrainOptions options) {
       become_launcher(options);
     }
   }
-  const auto corpus = identity.data.empty() ? Corpus::libtorch_headers() : read_corpus(options);
+  const auto corpus = read_corpus(options);
   corpus.check_context(config.context);
   identity.data = identity.data.empty() ? "" : absolute_path(identity.data);
   identity.fingerprint = corpus.fingerprint();

@@ -11,6 +11,9 @@
 
 #include "cli/config/hf_config.h"
 #include "cli/files.h"
+#include "cli/generate/decoder.h"
+#include "cli/generate/language_model.h"
+#include "cli/text/tokenizer.h"
 #include "cli/tiny_run.h"
 #include "cli/train/pretrained.h"
 #include "cli/train/rotary.h"
@@ -56,6 +59,22 @@ const Models& models() {
   }();
   return made;
 }
+
+/// Says why a folder's tokenizer cannot be read. Empty if it can.
+std::string no_tokenizer() {
+  try {
+    Tokenizer::read(models().folder + "/qwen3");
+    return "";
+  } catch (const ConfigError& error) {
+    return error.what_without_backtrace();
+  }
+}
+
+#define SKIP_WITHOUT_TOKENIZER()             \
+  SKIP_WITHOUT_TRANSFORMERS();               \
+  if (contains(no_tokenizer(), "without")) { \
+    GTEST_SKIP() << no_tokenizer();          \
+  }
 
 #define SKIP_WITHOUT_TRANSFORMERS()                  \
   if (models().names.empty()) {                      \
@@ -160,6 +179,63 @@ TEST(HfModel, InBf16TheLogitsAreAsGoodAsThoseOfTransformers) {
       EXPECT_LT(error(logits).item<float>(), 1.5 * error(theirs).item<float>());
       EXPECT_GT(error(logits).item<float>(), 0);
     });
+  }
+}
+
+TEST(HfModel, GeneratesWhatTransformersGenerates) {
+  SKIP_WITHOUT_TRANSFORMERS();
+  for (const auto& name : models().names) {
+    SCOPED_TRACE(name);
+    run_ranks(1, [&](int) {
+      auto model = load_language_model(models().folder + "/" + name, "bytes", torch::kFloat).model;
+      Decoder decoder(model, 49);
+      const auto all = torch::cat(
+          {rows_of(name)[0].narrow(0, 0, 9), expected(name, "generated", {40}, torch::kLong)});
+      const std::vector<int64_t> tokens(all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + 49);
+      auto scores = decoder.scores_behind({tokens.begin(), tokens.begin() + 9});
+      const torch::NoGradGuard no_grad;
+      const auto whole = model(all.unsqueeze(0))[0];
+      for (int64_t i = 9; i < 49; ++i) {
+        EXPECT_EQ(scores.argmax().item<int64_t>(), tokens[i]) << "token " << i;
+        EXPECT_LT(max_difference(scores, whole[i - 1]).item<float>(), 1e-5);
+        scores = decoder.scores_behind({tokens[i]});
+      }
+      EXPECT_EQ(decoder.length(), 49);
+      EXPECT_TRUE(contains(
+          message_of<c10::Error>([&] { decoder.scores_behind({1}); }), "room for 49 tokens"));
+    });
+  }
+}
+
+TEST(HfModel, TheToolContinuesAText) {
+  SKIP_WITHOUT_TOKENIZER();
+  for (const std::string name : {"qwen3", "qwen3-stops"}) {
+    SCOPED_TRACE(name);
+    const auto folder = models().folder + "/" + name;
+    const auto json = Json::parse(read_file(folder + "/continued.json").value());
+    const auto prompt = json.at("prompt").get<std::string>();
+    const auto tokenizer = Tokenizer::read(folder);
+    auto text = prompt;
+    std::string last; // of the tokens that can be printed
+    for (const auto& token : json.at("tokens")) {
+      text += tokenizer.bytes_of(token);
+      last = tokenizer.bytes_of(token);
+    }
+    const auto generated = [&](std::vector<std::string> more) {
+      std::vector<std::string> words{"generate", "--checkpoint", folder, "--prompt",
+                                     prompt,     "--tokens",     "40",   "--raw"};
+      words.insert(words.end(), more.begin(), more.end());
+      const auto ended = run(words);
+      EXPECT_EQ(ended.exit_code, 0) << ended.output;
+      return ended.output;
+    };
+    EXPECT_EQ(generated({"--temperature", "0"}), text + "\n");
+    EXPECT_EQ(generated({"--temperature", "0.5", "--top-p", "1e-9"}), text + "\n");
+    // Stops before the first place where the text has it.
+    const auto at = text.find(last, prompt.size());
+    EXPECT_EQ(generated({"--temperature", "0", "--stop", last}), text.substr(0, at) + "\n");
+    EXPECT_EQ(generated({"--seed", "7"}), generated({"--seed", "7"}));
+    EXPECT_NE(generated({"--seed", "7"}), generated({"--seed", "8"}));
   }
 }
 
@@ -414,8 +490,67 @@ TEST(HfModel, ARunFromScratchIsExported) {
   }
 }
 
+TEST(HfModel, TextBecomesTokensOfTheFolder) {
+  SKIP_WITHOUT_TOKENIZER();
+  const auto from = models().folder + "/qwen3";
+  const auto tokenizer = Tokenizer::read(from);
+  const auto folder = test::temporary_folder();
+  const std::string text = "def main(out):\n    # Größe\n    return 1\n";
+  std::ofstream(folder + "/a.txt") << text;
+  std::ofstream(folder + "/b.jsonl") << R"({"text": "import torch", "id": 1})"
+                                        "\n\n"
+                                     << R"({"id": 2, "text": "\u00e4 <|endoftext|>"})";
+  std::vector<int64_t> tokens;
+  for (const std::string& document :
+       {text, std::string("import torch"), std::string("ä <|endoftext|>")}) {
+    const auto more = tokenizer.encode(document);
+    tokens.insert(tokens.end(), more.begin(), more.end());
+    tokens.push_back(tokenizer.find("<|endoftext|>").value());
+  }
+  const auto tokenized = [&](const std::string& out, std::vector<std::string> more) {
+    std::vector<std::string> words{"tokenize", "--tokenizer", from, "--out", folder + "/" + out};
+    words.insert(words.end(), more.begin(), more.end());
+    return run(words);
+  };
+  for (const std::string out : {"t.bin", "t.npy"}) {
+    const auto ended = tokenized(out, {folder + "/a.txt", folder + "/b.jsonl"});
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+    EXPECT_TRUE(contains(ended.output, "2 files, 3 documents")) << ended.output;
+    const auto source = open_token_files({folder + "/" + out}, TokenType::uint16, 300);
+    std::vector<int64_t> found(static_cast<size_t>(source->size()));
+    source->read(0, source->size(), found.data());
+    EXPECT_EQ(found, tokens);
+  }
+
+  const auto refused = [&](const std::string& out, const std::vector<std::string>& more,
+                           const std::string& part) {
+    const auto ended = tokenized(out, more);
+    EXPECT_EQ(ended.exit_code, 2) << ended.output;
+    EXPECT_TRUE(contains(ended.output, part)) << ended.output;
+  };
+  const auto a = folder + "/a.txt";
+  refused("t.bin", {a}, "t.bin exists already");
+  refused("t.txt", {a}, "must end in .bin or .npy");
+  refused("u.bin", {folder + "/none.txt"}, "none.txt cannot be read");
+  refused("u.bin", {a, "--end", "<none>"}, "--end <none>: the tokenizer has no such token");
+  std::ofstream(folder + "/c.txt") << text << "\xff";
+  refused(
+      "u.bin", {folder + "/c.txt"}, "c.txt is not UTF-8 at byte " + std::to_string(text.size()));
+  std::ofstream(folder + "/c.jsonl") << "{\"text\": \"a\"}\n{\"texts\": \"a\"}\n";
+  refused("u.bin", {folder + "/c.jsonl"}, "c.jsonl line 2 is not an object with the text \"text\"");
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    EXPECT_FALSE(contains(entry.path().filename().string(), "u.bin")) << entry.path();
+  }
+
+  // A model with other tokens cannot be trained on bytes.
+  const auto on_bytes =
+      run({"train", "--dry-run", "--from", models().folder + "/llama", "--data", a});
+  EXPECT_EQ(on_bytes.exit_code, 2) << on_bytes.output;
+  EXPECT_TRUE(contains(on_bytes.output, "llama has no tokenizer.json")) << on_bytes.output;
+}
+
 TEST(HfModel, TrainStartsFromAFolder) {
-  SKIP_WITHOUT_TRANSFORMERS();
+  SKIP_WITHOUT_TOKENIZER();
   const auto text = test::text_file();
   const auto run_folder = test::temporary_folder() + "/run";
   const std::vector<std::string> words{"train",   "--from",    models().folder + "/qwen3",
@@ -425,6 +560,7 @@ TEST(HfModel, TrainStartsFromAFolder) {
                                        "3",       "--run",     run_folder};
   const auto trained = run(words);
   EXPECT_EQ(trained.exit_code, 0) << trained.output;
+  EXPECT_TRUE(contains(trained.output, "tokens to train on")) << trained.output;
   auto resumed = run({"train", "--resume", run_folder, "--steps", "5"});
   EXPECT_EQ(resumed.exit_code, 0) << resumed.output;
 

@@ -2,11 +2,13 @@
 transformers computes with them. The test reads both."""
 
 import json
+import shutil
 import sys
 
 import torch
 import transformers
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SIZES = dict(
     vocab_size=300,
@@ -74,6 +76,47 @@ def read_back(folder, out):
     save_file({"rows": rows, "logits": logits.contiguous()}, out)
 
 
+def generate(model, prompt, **options):
+    """The tokens that transformers finds likeliest, one after another."""
+    with torch.no_grad():
+        return model.generate(prompt, max_new_tokens=40, do_sample=False, **options)[0, prompt.shape[1] :]
+
+
+def add_tokenizer(folder):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    end = "<|endoftext|>"
+    trainer = trainers.BpeTrainer(
+        vocab_size=290, special_tokens=[end], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train([__file__], trainer)
+    tokenizer.save(f"{folder}/tokenizer.json")
+    write(f"{folder}/tokenizer_config.json", {"eos_token": end})
+    return tokenizer
+
+
+def continue_text(folder, model):
+    """Writes how the model continues a text, and a folder whose model stops on the way."""
+    tokenizer = add_tokenizer(folder)
+    prompt = "import torch\n# Größe"
+    without_meaning = list(range(tokenizer.get_vocab_size(), model.config.vocab_size))
+    tokens = generate(
+        model, torch.tensor([tokenizer.encode(prompt).ids]), suppress_tokens=without_meaning
+    ).tolist()
+    stop = tokens[12]
+    shutil.copytree(folder, f"{folder}-stops")
+    write(f"{folder}-stops/generation_config.json", {"eos_token_id": [5000, stop]})
+    write(f"{folder}/continued.json", {"prompt": prompt, "tokens": tokens})
+    write(f"{folder}-stops/continued.json", {"prompt": prompt, "tokens": tokens[: tokens.index(stop)]})
+
+
+def write(path, fields):
+    with open(path, "w") as file:
+        json.dump(fields, file)
+
+
 def main(out):
     torch.set_num_threads(1)
     for number, (name, config) in enumerate(CASES.items()):
@@ -90,9 +133,10 @@ def main(out):
             path = f"{folder}/config.json"
             with open(path) as file:
                 fields = with_old_fields(json.load(file))
-            with open(path, "w") as file:
-                json.dump(fields, file)
+            write(path, fields)
 
+        if name == "qwen3":
+            continue_text(folder, model)
         rows = torch.randint(config.vocab_size, (4, 33))
         tokens, targets = rows[:, :-1], rows[:, 1:]
         found = {"rows": rows}
@@ -103,6 +147,7 @@ def main(out):
 
         logits, loss = loss_of(model)
         found["logits"] = logits.detach()
+        found["generated"] = generate(model, rows[:1, :9])
         found["loss"] = loss.detach()
         loss.backward()
         params = {key.removeprefix("model."): param for key, param in model.named_parameters()}

@@ -154,9 +154,8 @@ TEST(Corpus, AnEpochOfTokensHasEachRowOnce) {
   for (int64_t i = 0; i < 3000; ++i) {
     tokens.push_back(i);
   }
-  const auto corpus =
-      Corpus::read(written("t.bin", raw<uint16_t>(tokens)), TokenType::uint16, 3000);
-  EXPECT_FALSE(corpus.is_text());
+  const auto corpus = Corpus::read(written("t.bin", raw<uint16_t>(tokens)), {.vocab = 3000});
+  EXPECT_FALSE(corpus.is_bytes());
   const auto rows_per_epoch = (corpus.num_train() - 1) / context;
   std::vector<std::set<int64_t>> starts(2); // of each epoch
   std::vector<int64_t> order;
@@ -185,8 +184,7 @@ TEST(Corpus, LossOfTokenFrequencies) {
   for (int64_t i = 0; i < 40000; ++i) {
     tokens.push_back(i % 4 * 1000);
   }
-  const auto corpus =
-      Corpus::read(written("t.bin", raw<uint16_t>(tokens)), TokenType::uint16, 5000);
+  const auto corpus = Corpus::read(written("t.bin", raw<uint16_t>(tokens)), {.vocab = 5000});
   EXPECT_NEAR(corpus.frequency_loss(), std::log(4), 0.1);
 }
 

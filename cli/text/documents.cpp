@@ -1,0 +1,185 @@
+#include "cli/text/documents.h"
+
+#include <algorithm>
+#include <atomic>
+#include <future>
+#include <string_view>
+#include <thread>
+
+#include <nlohmann/json.hpp>
+
+#include "cli/check.h"
+#include "cli/files.h"
+#include "cli/mapped_file.h"
+#include "cli/text/splitter.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+constexpr size_t kPartBytes = 1 << 20; // what one thread takes at a time
+
+/// A part of a file, and its tokens once they are there.
+struct Work {
+  std::string_view text;
+  bool begins = false; // a document
+  bool ends = false;
+  std::vector<int64_t> tokens;
+  int64_t documents = 0;
+};
+
+/// The parts of a file of lines: whole lines each.
+std::vector<std::string_view> cut_lines(std::string_view text) {
+  std::vector<std::string_view> parts;
+  while (text.size() > kPartBytes) {
+    const auto line_end = text.find('\n', kPartBytes - 1);
+    if (line_end == std::string_view::npos) {
+      break;
+    }
+    parts.push_back(text.substr(0, line_end + 1));
+    text.remove_prefix(line_end + 1);
+  }
+  parts.push_back(text);
+  return parts;
+}
+
+/// Tokenizes the parts of one file.
+class FileTokens {
+ public:
+  FileTokens(const Tokenizer& tokenizer, const DocumentOptions& options, const std::string& path)
+      : tokenizer_(tokenizer),
+        options_(options),
+        file_(path, ""),
+        of_lines_(path.ends_with(".jsonl")) {
+    const auto parts =
+        of_lines_ ? cut_lines(file_.text()) : tokenizer.cut(file_.text(), kPartBytes);
+    for (const auto& part : parts) {
+      work_.push_back({.text = part});
+    }
+    work_.front().begins = true;
+    work_.back().ends = true;
+  }
+
+  template <class Write>
+  void run(const Write& write) {
+    const size_t num_threads = std::max(1U, std::thread::hardware_concurrency());
+    const auto at_once = 4 * num_threads; // parts, so that quick threads take more of them
+    for (size_t first = 0; first < work_.size(); first += at_once) {
+      const auto last = std::min(first + at_once, work_.size());
+      std::atomic<size_t> next = first;
+      const auto take_parts = [&] {
+        for (auto i = next++; i < last; i = next++) {
+          tokenize(work_[i]);
+        }
+      };
+      std::vector<std::future<void>> others;
+      while (others.size() + 1 < std::min(num_threads, last - first)) {
+        others.push_back(std::async(std::launch::async, take_parts));
+      }
+      take_parts();
+      for (auto& other : others) {
+        other.get(); // throws its error
+      }
+      for (auto i = first; i < last; ++i) {
+        write(work_[i]);
+        work_[i].tokens = {}; // frees the memory
+      }
+    }
+  }
+
+ private:
+  void tokenize(Work& work) const {
+    if (of_lines_) {
+      auto rest = work.text;
+      while (!rest.empty()) {
+        const auto line = rest.substr(0, rest.find('\n'));
+        rest.remove_prefix(std::min(rest.size(), line.size() + 1));
+        if (line.find_first_not_of(" \t\r") != std::string_view::npos) {
+          add_line(work, line);
+        }
+      }
+      return;
+    }
+    const auto bad = first_not_utf8(work.text);
+    check_config(
+        !bad, file_.path(), " is not UTF-8 at byte ",
+        work.text.data() - file_.data() + static_cast<ptrdiff_t>(bad.value_or(0)));
+    if (work.begins) {
+      begin_document(work);
+    }
+    append(work, tokenizer_.encode(work.text));
+    if (work.ends) {
+      end_document(work);
+    }
+  }
+
+  void add_line(Work& work, std::string_view line) const {
+    std::string text;
+    try {
+      const auto json = nlohmann::json::parse(line);
+      text = json.at(options_.field);
+    } catch (const nlohmann::json::exception& error) {
+      const auto* begin = file_.data();
+      const auto number = 1 + std::count(begin, line.data(), '\n');
+      throw_config_error(
+          file_.path(), " line ", number, " is not an object with the text \"", options_.field,
+          "\": ", error.what());
+    }
+    begin_document(work);
+    append(work, tokenizer_.encode(text));
+    end_document(work);
+  }
+
+  void begin_document(Work& work) const {
+    append(work, tokenizer_.prefix());
+    ++work.documents;
+  }
+
+  void end_document(Work& work) const {
+    append(work, tokenizer_.suffix());
+    if (options_.end) {
+      work.tokens.push_back(*options_.end);
+    }
+  }
+
+  static void append(Work& work, const std::vector<int64_t>& tokens) {
+    work.tokens.insert(work.tokens.end(), tokens.begin(), tokens.end());
+  }
+
+  const Tokenizer& tokenizer_;
+  const DocumentOptions& options_;
+  const MappedFile file_;
+  const bool of_lines_;
+  std::vector<Work> work_;
+};
+
+} // namespace
+
+DocumentCounts tokenize_documents(
+    const Tokenizer& tokenizer,
+    const std::vector<std::string>& paths,
+    const DocumentOptions& options,
+    const std::function<void(const std::vector<int64_t>& tokens)>& write) {
+  DocumentCounts counts;
+  for (const auto& path : paths) {
+    FileTokens(tokenizer, options, path).run([&](const Work& work) {
+      write(work.tokens);
+      counts.documents += work.documents;
+      counts.bytes += static_cast<int64_t>(work.text.size());
+      counts.tokens += static_cast<int64_t>(work.tokens.size());
+    });
+  }
+  return counts;
+}
+
+std::optional<int64_t> end_token(const Tokenizer& tokenizer, const std::string& folder) {
+  const auto text = read_file(folder + "/tokenizer_config.json");
+  const auto json = nlohmann::json::parse(text.value_or("{}"), nullptr, /*allow_exceptions=*/false);
+  auto end = json.is_object() ? json.value("eos_token", nlohmann::json()) : nlohmann::json();
+  if (end.is_object()) {
+    end = end.value("content", nlohmann::json());
+  }
+  return end.is_string() ? tokenizer.find(end.get<std::string>()) : std::nullopt;
+}
+
+} // namespace fsdp::cli

@@ -1,0 +1,232 @@
+// Tokenizers of Hugging Face folders, next to what the package tokenizers computes with them.
+#include <fsdp/error.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "cli/files.h"
+#include "cli/text/tokenizer.h"
+#include "support/processes.h"
+#include "support/tensors.h"
+
+namespace fsdp::cli {
+namespace {
+
+using test::contains;
+using Json = nlohmann::json;
+using Tokens = std::vector<int64_t>;
+
+/// The folder that tokenizers_made.py has filled, and the names of the good ones in it. Where
+/// nothing can be tested, `skipped` says why.
+struct Made {
+  std::string folder;
+  std::vector<std::string> names;
+  std::string skipped;
+};
+
+const Made& made() {
+  static const Made all = [] {
+    Made result;
+    const std::string python = FSDP_TEST_PYTHON;
+    if (python.empty() ||
+        test::run_commands({{{python, "-c", "import tokenizers"}, {}}})[0].exit_code != 0) {
+      result.skipped = "tokenizers is not installed";
+      return result;
+    }
+    result.folder = test::temporary_folder();
+    const auto ended = test::run_commands(
+        {{{python, FSDP_TEST_DIR "/cli/tokenizers_made.py", result.folder}, {}}})[0];
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+    for (const auto& entry : std::filesystem::directory_iterator(result.folder)) {
+      if (is_file(entry.path() / "expected.json")) {
+        result.names.push_back(entry.path().filename());
+      }
+    }
+    EXPECT_EQ(result.names.size(), 4u) << ended.output;
+    try {
+      Tokenizer::read(result.folder + "/llama3");
+    } catch (const ConfigError& error) {
+      const std::string message = error.what_without_backtrace();
+      if (message.find("was built without") != std::string::npos) {
+        result.skipped = message;
+      }
+    }
+    return result;
+  }();
+  return all;
+}
+
+#define SKIP_WITHOUT_TOKENIZERS()   \
+  if (!made().skipped.empty()) {    \
+    GTEST_SKIP() << made().skipped; \
+  }
+
+Json json_of(const std::string& path) {
+  return Json::parse(read_file(made().folder + "/" + path).value());
+}
+
+/// The message alone: a backtrace may hold the very word that a test looks for.
+template <class Statement>
+std::string refusal(Statement statement) {
+  try {
+    statement();
+  } catch (const ConfigError& error) {
+    return error.what_without_backtrace();
+  }
+  ADD_FAILURE() << "no ConfigError was thrown";
+  return "";
+}
+
+void expect_tokens(const Tokens& found, const Tokens& expected) {
+  if (found == expected) {
+    return;
+  }
+  const auto at =
+      std::mismatch(found.begin(), found.end(), expected.begin(), expected.end()).first -
+      found.begin();
+  const auto from = [&](const Tokens& tokens) {
+    const auto end = std::min<std::ptrdiff_t>(std::ssize(tokens), at + 8);
+    return testing::PrintToString(Tokens(tokens.begin() + at, tokens.begin() + end));
+  };
+  ADD_FAILURE() << "token " << at << " differs: " << found.size() << " tokens with " << from(found)
+                << " there, expected " << expected.size() << " with " << from(expected);
+}
+
+/// Calls `check(tokenizer, entry)` for every text of every folder.
+template <class Check>
+void for_every_text(Check check) {
+  for (const auto& name : made().names) {
+    const auto tokenizer = Tokenizer::read(made().folder + "/" + name);
+    for (const auto& entry : json_of(name + "/expected.json")) {
+      const auto text = entry.at("text").get<std::string>();
+      SCOPED_TRACE(name + ": " + testing::PrintToString(text.substr(0, 60)));
+      check(tokenizer, entry);
+    }
+  }
+}
+
+TEST(Tokenizer, TokensAreThoseOfThePackage) {
+  SKIP_WITHOUT_TOKENIZERS();
+  for_every_text([](const Tokenizer& tokenizer, const Json& entry) {
+    auto tokens = tokenizer.encode(entry.at("text").get<std::string>());
+    expect_tokens(tokens, entry.at("ids").get<Tokens>());
+    tokens.insert(tokens.begin(), tokenizer.prefix().begin(), tokenizer.prefix().end());
+    tokens.insert(tokens.end(), tokenizer.suffix().begin(), tokenizer.suffix().end());
+    expect_tokens(tokens, entry.at("with_special").get<Tokens>());
+  });
+}
+
+TEST(Tokenizer, BytesOfTokensAreTheText) {
+  SKIP_WITHOUT_TOKENIZERS();
+  for_every_text([](const Tokenizer& tokenizer, const Json& entry) {
+    const auto decoded = entry.at("decoded").get<std::string>();
+    if (decoded.find("\xef\xbf\xbd") != std::string::npos) {
+      return; // U+FFFD stands for bytes that are lost
+    }
+    std::string bytes;
+    for (const auto token : entry.at("ids").get<Tokens>()) {
+      bytes += tokenizer.bytes_of(token);
+    }
+    EXPECT_TRUE(bytes == decoded) << testing::PrintToString(bytes.substr(0, 200));
+  });
+}
+
+TEST(Tokenizer, TokensAreFoundByTheirBytes) {
+  SKIP_WITHOUT_TOKENIZERS();
+  for (const auto& name : made().names) {
+    SCOPED_TRACE(name);
+    const auto tokenizer = Tokenizer::read(made().folder + "/" + name);
+    const auto json = json_of(name + "/tokenizer.json");
+    int64_t largest = 0;
+    for (const auto& token : json.at("model").at("vocab")) {
+      largest = std::max(largest, token.get<int64_t>());
+    }
+    for (const auto& added : json.at("added_tokens")) {
+      const auto text = added.at("content").get<std::string>();
+      const auto token = added.at("id").get<int64_t>();
+      EXPECT_EQ(tokenizer.find(text), token) << text;
+      EXPECT_EQ(tokenizer.bytes_of(token), text);
+      largest = std::max(largest, token);
+    }
+    EXPECT_EQ(tokenizer.vocab(), largest + 1);
+    for (int64_t token = 0; token <= largest; ++token) {
+      EXPECT_EQ(tokenizer.find(tokenizer.bytes_of(token)), token);
+    }
+    EXPECT_FALSE(tokenizer.find("no token is this text").has_value());
+    EXPECT_ANY_THROW(tokenizer.bytes_of(-1));
+    EXPECT_ANY_THROW(tokenizer.bytes_of(tokenizer.vocab()));
+  }
+}
+
+TEST(Tokenizer, PartsOfATextHaveTheTokensOfTheWhole) {
+  SKIP_WITHOUT_TOKENIZERS();
+  // Cut between the first two lines and before the last one only: elsewhere there is whitespace
+  // beside the line end.
+  const std::string lines = "one\ntwo \n three\n\nfour\n\tfive\n\u3000six\n\u4e00\n\u4e8c";
+  for (const auto& name : made().names) {
+    SCOPED_TRACE(name);
+    const auto tokenizer = Tokenizer::read(made().folder + "/" + name);
+    EXPECT_EQ(
+        tokenizer.cut(lines, 1),
+        (std::vector<std::string_view>{
+            "one\n", "two \n three\n\nfour\n\tfive\n\u3000six\n", "\u4e00\n", "\u4e8c"}));
+    const auto long_text = json_of(name + "/expected.json").back().at("text").get<std::string>();
+    for (const std::string& text : {lines, long_text}) {
+      for (const size_t size : {1, 1000, 1 << 20}) {
+        const auto parts = tokenizer.cut(text, size);
+        EXPECT_TRUE(parts.size() > 15 || text == lines || size > text.size()) << parts.size();
+        Tokens tokens;
+        for (const auto& part : parts) {
+          const auto more = tokenizer.encode(part);
+          tokens.insert(tokens.end(), more.begin(), more.end());
+        }
+        expect_tokens(tokens, tokenizer.encode(text));
+      }
+    }
+  }
+}
+
+TEST(Tokenizer, BytesThatAreNotUtf8AreNamed) {
+  SKIP_WITHOUT_TOKENIZERS();
+  // NFC makes this shorter, and the end is a token: the offset is still that in the text.
+  std::string before;
+  for (int i = 0; i < 1000; ++i) {
+    before += "e\xcc\x81";
+  }
+  before += "<|endoftext|>ab";
+  for (const auto& name : made().names) {
+    const auto tokenizer = Tokenizer::read(made().folder + "/" + name);
+    // A character that is cut off, a surrogate, one that is too long, one above U+10FFFF.
+    for (const std::string bad :
+         {"\xff", "\x80", "\xe2\x82", "\xed\xa0\x80", "\xc0\xaf", "\xf4\x90\x80\x80"}) {
+      SCOPED_TRACE(name + ": " + testing::PrintToString(bad));
+      const auto offset = std::to_string(before.size()); // of the character's first byte
+      const auto end = refusal([&] { tokenizer.encode(before + bad); });
+      EXPECT_TRUE(contains(end, offset)) << end;
+      const auto middle = refusal([&] { tokenizer.encode(before + bad + " cd"); });
+      EXPECT_TRUE(contains(middle, offset)) << middle;
+      EXPECT_TRUE(contains(refusal([&] { tokenizer.encode(bad); }), "0"));
+    }
+    EXPECT_TRUE(contains(refusal([&] { tokenizer.encode("ab\xff"); }), "2"));
+  }
+}
+
+TEST(Tokenizer, WhatIsNotSupportedIsNamed) {
+  SKIP_WITHOUT_TOKENIZERS();
+  const auto refused = json_of("refused.json");
+  EXPECT_EQ(refused.size(), 14u);
+  for (const auto& [name, word] : refused.items()) {
+    SCOPED_TRACE(name);
+    const auto folder = made().folder + "/" + name;
+    auto message = refusal([&] { Tokenizer::read(folder); });
+    const auto at = message.find(folder);
+    ASSERT_NE(at, std::string::npos) << message;
+    message.erase(at, folder.size()); // the name of the folder may hold the word
+    EXPECT_TRUE(contains(message, word.get<std::string>())) << message;
+  }
+}
+
+} // namespace
+} // namespace fsdp::cli
