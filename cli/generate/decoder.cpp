@@ -42,12 +42,13 @@ torch::Tensor Decoder::attend(size_t block, const torch::Tensor& x, const torch:
   const auto time = x.size(1);
   keys_[block].narrow(2, length_, time).copy_(heads.keys);
   values_[block].narrow(2, length_, time).copy_(heads.values);
+  const auto window = model_->window_of(block);
   if (length_ == 0) { // sees only what is new
-    const auto mask = model_->slides(block) ? model_->window_mask(time, x) : torch::Tensor();
+    const auto mask = TransformerImpl::mask(x, window, /*documents=*/{});
     return attention->mix(heads, mask, /*causal=*/!mask.defined());
   }
   const auto all = length_ + 1;
-  const auto seen = model_->slides(block) ? std::min(all, model_->dims.window) : all;
+  const auto seen = window > 0 ? std::min(all, window) : all;
   const auto last = [&](const torch::Tensor& kept) { return kept.narrow(2, all - seen, seen); };
   return attention->mix(
       {heads.queries, last(keys_[block]), last(values_[block])}, /*mask=*/{}, /*causal=*/false);

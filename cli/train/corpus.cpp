@@ -20,12 +20,12 @@
 #include "cli/files.h"
 #include "cli/hash.h"
 #include "cli/report/report.h"
+#include "cli/text/examples.h"
 
 namespace fsdp::cli {
 
 namespace {
 
-constexpr int64_t kHeldOutEvery = 20;
 constexpr int64_t kLongestBlock = 64 << 10;
 
 /// Returns true for a folder that `fsdp train` wrote. Such folders are not part of the text: it
@@ -79,6 +79,14 @@ std::vector<std::string> text_files_below(const std::string& folder) {
   return files;
 }
 
+/// Throws ConfigError if the model does not have the token.
+int64_t checked_token(int64_t token, const std::string& name, const TokensOf& tokens) {
+  check_config(
+      token < tokens.vocab, "--data: ", name, " has the token ", token, " ('",
+      tokens.tokenizer->bytes_of(token), "'), but the model has only ", tokens.vocab);
+  return token;
+}
+
 Corpus read_texts(
     const std::vector<std::string>& files, const std::string& name, const TokensOf& tokens) {
   const auto num_files = static_cast<int64_t>(files.size());
@@ -93,13 +101,55 @@ Corpus read_texts(
   tokenize_documents(
       *tokens.tokenizer, files, tokens.documents, [&](const std::vector<int64_t>& more) {
         for (const auto token : more) {
-          check_config(
-              token < tokens.vocab, "--data: ", name, " has the token ", token, " ('",
-              tokens.tokenizer->bytes_of(token), "'), but the model has only ", tokens.vocab);
-          all.push_back(static_cast<int32_t>(token));
+          all.push_back(static_cast<int32_t>(checked_token(token, name, tokens)));
         }
       });
   return Corpus(std::make_shared<TokenList>(std::move(all)), name, num_files);
+}
+
+/// Puts examples into rows, as many into each as fit, in their order. What is left of a row is
+/// padding.
+Corpus pack_examples(const std::string& path, const TokensOf& tokens) {
+  check_config(
+      tokens.tokenizer.has_value(), "--data: ", path,
+      " holds examples, for which a tokenizer is needed; give a model with --from");
+  const auto examples = read_examples(*tokens.tokenizer, path, tokens.documents.end);
+  const auto row = static_cast<size_t>(tokens.context) + 1;
+  std::vector<int32_t> all;
+  const Example* longest = nullptr;
+  int64_t too_long = 0;
+  const auto fill_row = [&] {
+    const auto begins = static_cast<int32_t>(kBegins); // padding sees padding only
+    for (auto flags = begins; all.size() % row != 0; flags = 0) {
+      all.push_back(flags | static_cast<int32_t>(kIsGiven));
+    }
+  };
+  for (const auto& example : examples) {
+    if (example.tokens.size() > row) {
+      ++too_long;
+      longest = longest && longest->tokens.size() >= example.tokens.size() ? longest : &example;
+      continue;
+    }
+    if (all.size() % row + example.tokens.size() > row) {
+      fill_row();
+    }
+    for (size_t i = 0; i < example.tokens.size(); ++i) {
+      const auto token = checked_token(example.tokens[i], path, tokens);
+      const auto flags = (i == 0 ? kBegins : 0) | (example.learned[i] ? 0 : kIsGiven);
+      all.push_back(static_cast<int32_t>(token | flags));
+    }
+  }
+  check_config(
+      too_long == 0, "--data: ", path, ": ", too_long, " of ", examples.size(),
+      " examples do not fit into --context ", tokens.context, "; the longest, in line ",
+      longest ? longest->line : 0, ", has ", longest ? longest->tokens.size() : 0, " tokens");
+  fill_row();
+  check_config(
+      all.size() >= 2 * row, "--data: ", path, " fills only one row of --context ", tokens.context,
+      ", and one row more is needed to be held out; give more examples, or a smaller --context");
+  return Corpus(
+      std::make_shared<TokenList>(std::move(all)), path, /*num_files=*/1,
+      static_cast<int64_t>(row));
 }
 
 /// The include folder next to the lib folder of the loaded LibTorch. Empty if it is not known.
@@ -174,7 +224,9 @@ Corpus Corpus::read(const std::string& path, const TokensOf& tokens) {
     return read_texts(text_files_below(path), path, tokens);
   }
   check_config(is_file(path), "--data: ", path, " is neither a file nor a folder");
-  return is_token_file(path) ? open_tokens({path}) : read_texts({path}, path, tokens);
+  return is_token_file(path)    ? open_tokens({path})
+         : holds_examples(path) ? pack_examples(path, tokens)
+                                : read_texts({path}, path, tokens);
 }
 
 Corpus Corpus::libtorch_headers(const TokensOf& tokens) {
@@ -193,11 +245,18 @@ Corpus::Corpus(std::string text, std::string name, int64_t num_files)
   is_bytes_ = true;
 }
 
-Corpus::Corpus(std::shared_ptr<TokenSource> tokens, std::string name, int64_t num_files)
-    : name_(std::move(name)), num_files_(num_files), source_(std::move(tokens)) {
+Corpus::Corpus(
+    std::shared_ptr<TokenSource> tokens, std::string name, int64_t num_files, int64_t row)
+    : name_(std::move(name)), num_files_(num_files), source_(std::move(tokens)), row_(row) {
   const auto size = source_->size();
-  block_ = std::clamp<int64_t>(size / kHeldOutEvery, 1, kLongestBlock);
-  for (auto start = (kHeldOutEvery - 1) * block_; start < size; start += kHeldOutEvery * block_) {
+  if (row > 0) {
+    block_ = row;
+    held_out_every_ = std::min(held_out_every_, size / row);
+  } else {
+    block_ = std::clamp<int64_t>(size / held_out_every_, 1, kLongestBlock);
+  }
+  for (auto start = (held_out_every_ - 1) * block_; start < size;
+       start += held_out_every_ * block_) {
     num_held_out_ += std::min(block_, size - start);
   }
 }
@@ -205,9 +264,9 @@ Corpus::Corpus(std::shared_ptr<TokenSource> tokens, std::string name, int64_t nu
 void Corpus::read_part(Part part, int64_t start, int64_t count, int64_t* out) const {
   while (count > 0) {
     const auto number = start / block_;
-    // Of kHeldOutEvery blocks, all but the last are for training.
-    const auto block = part == Part::train ? number + number / (kHeldOutEvery - 1)
-                                           : kHeldOutEvery * number + kHeldOutEvery - 1;
+    // Of `held_out_every_` blocks, all but the last are for training.
+    const auto block = part == Part::train ? number + number / (held_out_every_ - 1)
+                                           : held_out_every_ * number + held_out_every_ - 1;
     const auto here = std::min(count, block_ - start % block_);
     source_->read(block * block_ + start % block_, here, out);
     start += here;
@@ -257,7 +316,7 @@ void Corpus::check_context(int64_t context) const {
   const auto least = std::min(num_train(), num_held_out());
   check_config(
       least > 1, "--data: ", name_, " is too short: it has ", source_->size(), " ", unit(),
-      ", and --context ", context, " needs about ", kHeldOutEvery * (context + 1));
+      ", and --context ", context, " needs about ", held_out_every_ * (context + 1));
   check_config(
       least > context, "--context ", context, ": ", name_, " has too little text for it (",
       num_train(), " ", unit(), " to train on, ", num_held_out(),
@@ -269,7 +328,9 @@ torch::Tensor Corpus::train_rows(const BatchOf& batch, int64_t first, int64_t co
   auto rows = torch::empty({count, context + 1}, torch::kLong);
   const auto key = splitmix64(splitmix64(batch.seed) + static_cast<uint64_t>(batch.step));
   const auto num_starts = static_cast<uint64_t>(num_train() - context);
-  const auto rows_per_epoch = (num_train() - 1) / context; // a row's last token begins the next
+  // A row's last token begins the next one, unless they are rows of examples.
+  const auto stride = row_ > 0 ? row_ : context;
+  const auto rows_per_epoch = (num_train() - context - 1) / stride + 1;
   for (int64_t row = 0; row < count; ++row) {
     int64_t start = 0;
     if (is_bytes()) {
@@ -278,9 +339,9 @@ torch::Tensor Corpus::train_rows(const BatchOf& batch, int64_t first, int64_t co
     } else {
       const auto number = batch.step * batch.rows + first + row;
       const auto epoch = static_cast<uint64_t>(number / rows_per_epoch);
-      start = context * permuted(
-                            number % rows_per_epoch, rows_per_epoch,
-                            splitmix64(splitmix64(batch.seed) ^ epoch));
+      start = stride * permuted(
+                           number % rows_per_epoch, rows_per_epoch,
+                           splitmix64(splitmix64(batch.seed) ^ epoch));
     }
     read_part(Part::train, start, context + 1, rows[row].data_ptr<int64_t>());
   }
@@ -292,7 +353,8 @@ torch::Tensor Corpus::held_out_rows(
   auto rows = torch::empty({count, context + 1}, torch::kLong);
   const auto last_start = num_held_out() - context - 1;
   for (int64_t row = 0; row < count; ++row) {
-    const auto start = last_start * (first + row) / std::max<int64_t>(1, total - 1);
+    const auto start = row_ > 0 ? row_ * (num_held_out() / row_ * (first + row) / total)
+                                : last_start * (first + row) / std::max<int64_t>(1, total - 1);
     read_part(Part::held_out, start, context + 1, rows[row].data_ptr<int64_t>());
   }
   return rows;
@@ -322,8 +384,9 @@ std::vector<double> Corpus::count_tokens(Part part) const {
   std::vector<double> counts(256);
   sample(part, is_bytes() ? size_of(part) : kSampledTokens, [&](const auto& tokens) {
     for (const auto token : tokens) {
-      counts.resize(std::max(counts.size(), static_cast<size_t>(token) + 1));
-      ++counts[static_cast<size_t>(token)];
+      const auto number = static_cast<size_t>(token & kTokenNumber);
+      counts.resize(std::max(counts.size(), number + 1));
+      ++counts[number];
     }
   });
   return counts;

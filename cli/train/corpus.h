@@ -30,6 +30,7 @@ struct TokensOf {
   /// For text. None: each byte is a token.
   std::optional<Tokenizer> tokenizer = {};
   DocumentOptions documents = {}; // of text, with a tokenizer
+  int64_t context = 128;          // of the rows into which examples are put
 };
 
 /// A text, or files of tokens. Most of it is for training, and a part is held out. It
@@ -38,7 +39,7 @@ struct TokensOf {
 /// Note [Held-out text]
 /// The text is cut into at least 20 equal blocks of at most 64 Ki tokens. Every twentieth block is
 /// held out. The held-out blocks come from all over the text and are the same for every seed and
-/// model.
+/// model. Of examples, each row is a block; if there are fewer than 20, the last is held out.
 class Corpus {
  public:
   /// Reads a file of text, or all text files below a folder in the order of their names. Leaves out
@@ -51,7 +52,8 @@ class Corpus {
   static Corpus libtorch_headers(const TokensOf& tokens = {});
 
   explicit Corpus(std::string text, std::string name = "text", int64_t num_files = 1);
-  Corpus(std::shared_ptr<TokenSource> tokens, std::string name, int64_t num_files);
+  /// `row`: the tokens are rows of this length, which are never cut; 0: they are not.
+  Corpus(std::shared_ptr<TokenSource> tokens, std::string name, int64_t num_files, int64_t row = 0);
 
   /// Whether bytes are the tokens.
   bool is_bytes() const {
@@ -82,10 +84,15 @@ class Corpus {
   /// Throws ConfigError if there is too little text for rows of `context` tokens.
   void check_context(int64_t context) const;
 
+  /// Whether tokens carry flags; see `kIsGiven`.
+  bool has_flags() const {
+    return row_ > 0;
+  }
+
   /// Rows [first, first + count) of a batch, as int64 of shape (count, context + 1). They depend
   /// only on the batch and the rows' numbers, so that batches are the same for any number of ranks.
   /// Rows of bytes begin anywhere. Other tokens are cut into rows, and each epoch has all of them,
-  /// in another order.
+  /// in another order. Rows of examples are never cut.
   torch::Tensor train_rows(const BatchOf& batch, int64_t first, int64_t count) const;
 
   /// Rows [first, first + count) of `total` rows that are spread evenly over the held-out text.
@@ -119,7 +126,9 @@ class Corpus {
   int64_t num_files_;
   std::shared_ptr<const TokenSource> source_;
   bool is_bytes_ = false;
-  int64_t block_ = 1; // tokens
+  int64_t row_ = 0;
+  int64_t block_ = 1;           // tokens
+  int64_t held_out_every_ = 20; // blocks
   int64_t num_held_out_ = 0;
 };
 

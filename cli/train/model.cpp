@@ -126,22 +126,34 @@ torch::Tensor TransformerImpl::embed(const torch::Tensor& tokens) {
              : x;
 }
 
-torch::Tensor TransformerImpl::window_mask(int64_t time, const torch::Tensor& like) const {
-  if (dims.window == 0 || dims.window >= time) {
+torch::Tensor TransformerImpl::mask(
+    const torch::Tensor& x, int64_t window, const torch::Tensor& documents) {
+  const auto time = x.size(1);
+  const bool slides = window > 0 && window < time;
+  if (!slides && !documents.defined()) {
     return {};
   }
-  const auto position = torch::arange(time, like.options().dtype(torch::kLong));
+  const auto position = torch::arange(time, x.options().dtype(torch::kLong));
   const auto distance = position.unsqueeze(1) - position;
-  return distance.ge(0).logical_and(distance.lt(dims.window));
+  auto seen = distance.ge(0);
+  if (slides) {
+    seen = seen.logical_and(distance.lt(window));
+  }
+  if (documents.defined()) {
+    seen = seen.logical_and(documents.unsqueeze(2).eq(documents.unsqueeze(1))).unsqueeze(1);
+  }
+  return seen;
 }
 
-torch::Tensor TransformerImpl::forward(const torch::Tensor& tokens) {
+torch::Tensor TransformerImpl::forward(
+    const torch::Tensor& tokens, const torch::Tensor& documents) {
   auto x = embed(tokens);
-  const auto time = tokens.size(1);
-  const auto rotary = rotary_table(time, dims.head_dim(), dims.rotary_base, dims.rotary_scaling, x);
-  const auto mask = window_mask(time, x);
+  const auto rotary =
+      rotary_table(tokens.size(1), dims.head_dim(), dims.rotary_base, dims.rotary_scaling, x);
+  const auto whole = mask(x, /*window=*/0, documents);
+  const auto sliding = dims.window > 0 ? mask(x, dims.window, documents) : whole;
   for (size_t i = 0; i < layers.size(); ++i) {
-    x = layers[i](x, rotary, slides(i) ? mask : torch::Tensor());
+    x = layers[i](x, rotary, window_of(i) > 0 ? sliding : whole);
   }
   return scores_of(x);
 }

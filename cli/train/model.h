@@ -64,8 +64,8 @@ FSDP_MODULE(RMSNorm);
 /// Causal attention with rotary positions. All heads share `kv_heads` heads of keys and values.
 struct AttentionImpl : torch::nn::Module {
   explicit AttentionImpl(const ModelDims& dims);
-  /// x: (batch, time, dim); rotary: (2, time, head_dim / 2), cosines and sines. `mask` says which
-  /// tokens (time) each one (time) sees; undefined: all before it.
+  /// x: (batch, time, dim); rotary: (2, time, head_dim / 2), cosines and sines. `mask`, (time,
+  /// time) or (batch, 1, time, time), says which tokens each one sees; undefined: all before it.
   torch::Tensor forward(
       const torch::Tensor& x, const torch::Tensor& rotary, const torch::Tensor& mask);
 
@@ -115,18 +115,21 @@ FSDP_MODULE(Block);
 struct TransformerImpl : torch::nn::Module {
   explicit TransformerImpl(const ModelDims& dims);
   /// Takes int64 tokens (batch, time) and returns scores of the next token (batch, time, vocab).
-  /// Under tensor parallelism a rank returns its part of the vocabulary.
-  torch::Tensor forward(const torch::Tensor& tokens);
+  /// Under tensor parallelism a rank returns its part of the vocabulary. A token sees only tokens
+  /// with the same number in `documents` (batch, time), if it is defined. (Positions are relative,
+  /// so they need not begin again.)
+  torch::Tensor forward(const torch::Tensor& tokens, const torch::Tensor& documents = {});
 
   // What forward consists of, besides the blocks.
 
   /// (batch, time, dim)
   torch::Tensor embed(const torch::Tensor& tokens);
-  /// For `mask` of the blocks that slide: which tokens each one sees. Undefined if it sees all
-  /// before it, because there are no more than `window`.
-  torch::Tensor window_mask(int64_t time, const torch::Tensor& like) const;
-  bool slides(size_t block) const {
-    return dims.window > 0 && static_cast<int64_t>(block) >= dims.window_from;
+  /// The `mask` of blocks whose attention reaches `window` tokens back; 0: all. Undefined if each
+  /// token sees all before it.
+  static torch::Tensor mask(const torch::Tensor& x, int64_t window, const torch::Tensor& documents);
+  /// How far back the attention of a block reaches; 0: to the beginning.
+  int64_t window_of(size_t block) const {
+    return static_cast<int64_t>(block) >= dims.window_from ? dims.window : 0;
   }
   /// The scores of the next token, from the result of the last block.
   torch::Tensor scores_of(const torch::Tensor& x);

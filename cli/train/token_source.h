@@ -8,6 +8,12 @@
 
 namespace fsdp::cli {
 
+// A token may carry these flags besides its number, which is below 2^28.
+inline constexpr int64_t kTokenNumber = (int64_t{1} << 28) - 1;
+inline constexpr int64_t kIsGiven = int64_t{1} << 28; // the model need not tell it
+/// Attention does not go back from here: a document or an example begins.
+inline constexpr int64_t kBegins = int64_t{1} << 29;
+
 /// A long sequence of tokens that never changes. Threads may read it at the same time.
 class TokenSource {
  public:

@@ -232,7 +232,7 @@ int train_rank(
 /// Reads --data, or the default text.
 Corpus read_corpus(const TrainOptions& options) {
   const auto& [config, data, fingerprint] = options.identity;
-  TokensOf tokens{.vocab = config.model.vocab};
+  TokensOf tokens{.vocab = config.model.vocab, .context = config.context};
   // A vocabulary that 16 bits cannot hold needs 32.
   const bool wide =
       options.token_dtype == "auto" ? tokens.vocab > (1 << 16) : options.token_dtype == "uint32";

@@ -184,9 +184,10 @@ Trainer::Trainer(const TrainConfig& config, const Corpus& corpus, Asked asked)
 StepResult Trainer::step(int64_t step) {
   reset_peak_memory_stats(device_);
   StepResult result;
-  const auto [first, count] = my_rows();
-  const auto loss = accumulate(corpus_.train_rows(
-      {static_cast<uint64_t>(config_.seed), step, config_.batch, config_.context}, first, count));
+  const auto loss = accumulate(rows_of([&](int64_t first, int64_t count) {
+    return corpus_.train_rows(
+        {static_cast<uint64_t>(config_.seed), step, config_.batch, config_.context}, first, count);
+  }));
   result.loss = average(loss.view({1}))[0];
   if (!std::isfinite(result.loss)) {
     const auto param = first_non_finite(/*gradients=*/false);
@@ -215,15 +216,15 @@ StepResult Trainer::step(int64_t step) {
   return result;
 }
 
-torch::Tensor Trainer::accumulate(const torch::Tensor& rows) {
+torch::Tensor Trainer::accumulate(const Rows& rows) {
   auto root = FSDPModule::of(model_);
-  const auto parts = rows.tensor_split(config_.accumulate);
+  const auto parts = rows.mine.tensor_split(config_.accumulate);
   auto sum = torch::zeros({}, torch::TensorOptions(device_).dtype(torch::kDouble));
   for (size_t i = 0; i < parts.size(); ++i) {
     const bool is_last = i + 1 == parts.size();
     root.set_requires_gradient_sync(is_last); // reduces gradients only once
     root.set_is_last_backward(is_last);
-    const auto loss = weighted_loss(parts[i]);
+    const auto loss = shared_loss(parts[i], rows.num_told);
     sum += loss.detach();
     scaler_.scale(loss).backward();
   }
@@ -252,11 +253,11 @@ double Trainer::validation_loss() {
   double sum = 0;
   for (int64_t batch = 0; batch < kValidationBatches && stop_ == 0; ++batch) {
     auto loss = torch::zeros({1}, torch::TensorOptions(device_).dtype(torch::kDouble));
-    const auto [first, count] = my_rows();
-    const auto rows =
-        corpus_.held_out_rows(batch * config_.batch + first, count, total, config_.context);
-    for (const auto& part : rows.tensor_split(config_.accumulate)) { // in parts, as in a step
-      loss += weighted_loss(part);
+    const auto rows = rows_of([&](int64_t first, int64_t count) {
+      return corpus_.held_out_rows(batch * config_.batch + first, count, total, config_.context);
+    });
+    for (const auto& part : rows.mine.tensor_split(config_.accumulate)) { // as in a step
+      loss += shared_loss(part, rows.num_told);
     }
     sum += average(loss)[0]; // of each batch, so that a signal is heard after it
   }
@@ -309,20 +310,38 @@ std::pair<int64_t, int64_t> Trainer::my_rows() const {
   return {first(mesh_.data_rank), first(mesh_.data_rank + 1) - first(mesh_.data_rank)};
 }
 
-torch::Tensor Trainer::weighted_loss(const torch::Tensor& part) {
-  const auto rows = static_cast<double>(part.size(0));
-  const auto rows_per_rank =
-      static_cast<double>(config_.batch) / static_cast<double>(mesh_.shape.data_ranks());
-  return loss_of(part) / (rows_per_rank / rows);
+Trainer::Rows Trainer::rows_of(
+    const std::function<torch::Tensor(int64_t first, int64_t count)>& read) const {
+  const auto [first, count] = my_rows();
+  if (!corpus_.has_flags()) {
+    return {read(first, count), config_.batch * config_.context};
+  }
+  // Every rank reads the whole batch, which is small, so that none has to ask the others.
+  const auto all = read(0, config_.batch);
+  const auto told = all.narrow(1, 1, config_.context).bitwise_and(kIsGiven).eq(0);
+  return {all.narrow(0, first, count), told.sum().item<int64_t>()};
 }
 
-torch::Tensor Trainer::loss_of(const torch::Tensor& rows) {
-  const auto here = rows.to(device_);
-  const auto inputs = here.narrow(1, 0, config_.context);
-  const auto targets = here.narrow(1, 1, config_.context).reshape({-1});
-  const auto scores = model_(inputs).flatten(0, 1).to(torch::kFloat);
-  return mesh_.tensor ? parallel_cross_entropy(scores, targets, *mesh_.tensor)
-                      : torch::nn::functional::cross_entropy(scores, targets);
+torch::Tensor Trainer::shared_loss(const torch::Tensor& part, int64_t num_told) {
+  constexpr int64_t kIgnored = -100;
+  const auto here = part.to(device_);
+  auto inputs = here.narrow(1, 0, config_.context);
+  auto targets = here.narrow(1, 1, config_.context);
+  torch::Tensor documents;
+  if (corpus_.has_flags()) {
+    documents = inputs.bitwise_and(kBegins).ne(0).cumsum(1);
+    inputs = inputs.bitwise_and(kTokenNumber);
+    targets = targets.bitwise_and(kTokenNumber)
+                  .masked_fill(targets.bitwise_and(kIsGiven).ne(0), kIgnored);
+  }
+  const auto outputs = documents.defined() ? model_(inputs, documents) : model_(inputs);
+  const auto scores = outputs.flatten(0, 1).to(torch::kFloat);
+  targets = targets.reshape({-1});
+  const auto sum = mesh_.tensor
+                       ? parallel_cross_entropy(
+                             scores, targets, *mesh_.tensor, {.reduction = at::Reduction::Sum})
+                       : at::cross_entropy_loss(scores, targets, {}, at::Reduction::Sum, kIgnored);
+  return sum * (static_cast<double>(mesh_.shape.data_ranks()) / static_cast<double>(num_told));
 }
 
 std::vector<double> Trainer::average(const torch::Tensor& values) {

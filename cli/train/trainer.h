@@ -81,12 +81,18 @@ class Trainer {
  private:
   /// This rank's rows of a batch: the first one, and how many. Ranks may have different numbers.
   std::pair<int64_t, int64_t> my_rows() const;
-  torch::Tensor loss_of(const torch::Tensor& rows);
-  /// The mean loss of a part of this rank's rows, times its share: averaged over the ranks, the
-  /// losses of all parts add up to the mean over the whole batch.
-  torch::Tensor weighted_loss(const torch::Tensor& part);
-  /// Runs forward and backward on all parts of the rows. Returns the mean of their losses.
-  torch::Tensor accumulate(const torch::Tensor& rows);
+  /// Rows of a batch.
+  struct Rows {
+    torch::Tensor mine; // of this rank
+    /// How many tokens of the whole batch the model has to tell.
+    int64_t num_told = 0;
+  };
+  Rows rows_of(const std::function<torch::Tensor(int64_t first, int64_t count)>& read) const;
+  /// The sum of the losses in a part of this rank's rows, in such a share that the average over
+  /// the ranks of the sum over all parts is the mean over the whole batch.
+  torch::Tensor shared_loss(const torch::Tensor& part, int64_t num_told);
+  /// Runs forward and backward on all parts of the rows. Returns the sum of their losses.
+  torch::Tensor accumulate(const Rows& rows);
   double clip_gradients();
   /// The average of each value over all ranks. The ranks also agree on `stop` by this.
   std::vector<double> average(const torch::Tensor& values);

@@ -3,69 +3,20 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 
-#include "cli/files.h"
+#include "cli/made_tokenizers.h"
 #include "cli/text/tokenizer.h"
-#include "support/processes.h"
 #include "support/tensors.h"
 
 namespace fsdp::cli {
 namespace {
 
 using test::contains;
+using test::json_of;
+using test::made;
 using Json = nlohmann::json;
 using Tokens = std::vector<int64_t>;
-
-/// The folder that tokenizers_made.py has filled, and the names of the good ones in it. Where
-/// nothing can be tested, `skipped` says why.
-struct Made {
-  std::string folder;
-  std::vector<std::string> names;
-  std::string skipped;
-};
-
-const Made& made() {
-  static const Made all = [] {
-    Made result;
-    const std::string python = FSDP_TEST_PYTHON;
-    if (python.empty() ||
-        test::run_commands({{{python, "-c", "import tokenizers"}, {}}})[0].exit_code != 0) {
-      result.skipped = "tokenizers is not installed";
-      return result;
-    }
-    result.folder = test::temporary_folder();
-    const auto ended = test::run_commands(
-        {{{python, FSDP_TEST_DIR "/cli/tokenizers_made.py", result.folder}, {}}})[0];
-    EXPECT_EQ(ended.exit_code, 0) << ended.output;
-    for (const auto& entry : std::filesystem::directory_iterator(result.folder)) {
-      if (is_file(entry.path() / "expected.json")) {
-        result.names.push_back(entry.path().filename());
-      }
-    }
-    EXPECT_EQ(result.names.size(), 4u) << ended.output;
-    try {
-      Tokenizer::read(result.folder + "/llama3");
-    } catch (const ConfigError& error) {
-      const std::string message = error.what_without_backtrace();
-      if (message.find("was built without") != std::string::npos) {
-        result.skipped = message;
-      }
-    }
-    return result;
-  }();
-  return all;
-}
-
-#define SKIP_WITHOUT_TOKENIZERS()   \
-  if (!made().skipped.empty()) {    \
-    GTEST_SKIP() << made().skipped; \
-  }
-
-Json json_of(const std::string& path) {
-  return Json::parse(read_file(made().folder + "/" + path).value());
-}
 
 /// The message alone: a backtrace may hold the very word that a test looks for.
 template <class Statement>

@@ -7,6 +7,7 @@ import random
 import sys
 import unicodedata
 
+import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 from tokenizers import pre_tokenizers, processors, trainers
 
@@ -16,6 +17,7 @@ LLAMA3 = (
 )
 QWEN = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 BEGIN, END, START = "<|begin_of_text|>", "<|endoftext|>", "<|im_start|>"
+HEADERS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 
 # In every vocabulary, but no merges lead to them: only ignore_merges finds these, and only where
 # a whole piece is such a word.
@@ -136,12 +138,38 @@ def template(single, token):
     )
 
 
+# What a conversation looks like. "generation" marks what is learned.
+CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}{% generation %}\
+{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}\
+{% endfor %}"""
+LLAMA3_CHAT = """{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}\
+{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim + '<|eot_id|>' }}{% endgeneration %}{% else %}\
+{{ m.content | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"""
+CHATS = [
+    [("user", "Hello!"), ("assistant", "Hi, how are you?")],
+    [("system", "Be brief."), ("user", "1 + 1?\n\nThink."), ("assistant", "2"), ("user", "Why?"), ("assistant", "é\n")],
+    [("assistant", "I begin.\n\n  def f():\n    pass "), ("user", "")],
+]
+
+
+def write_chats(folder, chat_template, begin=None):
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=f"{folder}/tokenizer.json", chat_template=chat_template, bos_token=begin
+    )
+    found = []
+    for chat in CHATS:
+        messages = [{"role": role, "content": content} for role, content in chat]
+        made = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        found.append({"messages": messages, "ids": made["input_ids"], "learned": made["assistant_masks"]})
+    write(f"{folder}/chats.json", found)
+
+
 def make_good(out):
     plain = lambda _: processors.ByteLevel(trim_offsets=False)
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     begin = template(f"{BEGIN} $A", BEGIN)
     both = lambda tokenizer: processors.Sequence([plain(tokenizer), begin(tokenizer)])
-    make(f"{out}/llama3", 1400, split(LLAMA3), both, [BEGIN, "<|end_of_text|>", "<|eot_id|>"], whole=True)
+    make(f"{out}/llama3", 1400, split(LLAMA3), both, [BEGIN, "<|end_of_text|>", *HEADERS], whole=True)
     make(f"{out}/qwen", 1000, split(QWEN), plain, [END, START, "<|im_end|>"], normalizer=normalizers.NFC())
     make(f"{out}/gpt2", 700, gpt2, plain, [END], listed=True)
     # The only one with a token behind the document.
@@ -212,6 +240,8 @@ def main(out):
             special = tokenizer.encode(text).ids
             found.append({"text": text, "ids": ids, "with_special": special, "decoded": decoded})
         write(f"{out}/{name}/expected.json", found)
+    write_chats(f"{out}/qwen", CHATML)
+    write_chats(f"{out}/llama3", LLAMA3_CHAT, BEGIN)
     make_bad(out)
     print(" ".join(names))
 

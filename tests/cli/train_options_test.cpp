@@ -399,7 +399,7 @@ TEST(TrainScreen, GenerateGoesOnFromACheckpoint) {
     const auto refused =
         run({"generate", "--checkpoint", run_folder, "--temperature", temperature});
     EXPECT_EQ(refused.exit_code, 2) << refused.output;
-    EXPECT_TRUE(contains(refused.output, "it must be 0 (the likeliest byte each time) or more"));
+    EXPECT_TRUE(contains(refused.output, "it must be 0 (the likeliest token each time) or more"));
   }
   auto coldest = words;
   coldest.insert(coldest.end(), {"--temperature", "0"});
