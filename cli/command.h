@@ -12,6 +12,7 @@ using Action = std::function<int()>;
 // Each function adds one command to the tool. Parsing sets `action` if the user chose it.
 void add_convert(CLI::App& app, Action& action);
 void add_doctor(CLI::App& app, Action& action);
+void add_eval(CLI::App& app, Action& action);
 void add_export(CLI::App& app, Action& action);
 void add_fuzz(CLI::App& app, Action& action);
 void add_generate(CLI::App& app, Action& action);

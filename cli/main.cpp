@@ -179,6 +179,7 @@ int main(int argc, char** argv) {
   fsdp::cli::add_inspect(app, action);
   fsdp::cli::add_verify(app, action);
   fsdp::cli::add_convert(app, action);
+  fsdp::cli::add_eval(app, action);
   fsdp::cli::add_export(app, action);
   fsdp::cli::add_tokenize(app, action);
   fsdp::cli::add_doctor(app, action);

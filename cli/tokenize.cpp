@@ -27,8 +27,8 @@ struct TokenizeOptions {
   std::string end;
 };
 
-/// A new file of tokens: .npy, or .bin without a header. It is removed unless it gets its final
-/// name.
+/// A new file of tokens: .npy, or .bin without a header. It has its final name only when it is
+/// whole, and is removed if an error comes before.
 class TokenFile {
  public:
   TokenFile(const std::string& path, int64_t vocab)
@@ -122,6 +122,7 @@ int tokenize(const TokenizeOptions& options) {
   const auto counts = tokenize_documents(
       tokenizer, options.files, {.field = options.field, .end = end},
       [&](const std::vector<int64_t>& tokens) { file.write(tokens); });
+  check_config(counts.tokens > 0, "there is no text in the files");
   file.finish();
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
   Screen screen;

@@ -2,6 +2,7 @@
 #include <chrono>
 #include <cmath>
 #include <iostream>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -20,6 +21,8 @@
 namespace fsdp::cli {
 
 namespace {
+
+constexpr auto kInfinity = std::numeric_limits<double>::infinity();
 
 struct GenerateOptions {
   std::string checkpoint;
@@ -53,12 +56,15 @@ void check(const GenerateOptions& options) {
 template <class OnBytes>
 int64_t draw(
     const LanguageModel& language,
+    const Transformer& model,
     std::vector<int64_t> tokens,
     int64_t count,
     TokenChoice choose,
     const OnBytes& on_bytes) {
-  const auto most = std::min(language.longest, static_cast<int64_t>(tokens.size()) + count);
-  Decoder decoder(language.model, most);
+  const auto most =
+      std::min(language.longest, std::ssize(tokens) + std::min(count, language.longest));
+  const auto meaningless = language.meaningless();
+  Decoder decoder(model, most);
   // The tokens that the decoder has not seen.
   auto next = std::vector(tokens.end() - std::min(most, std::ssize(tokens)), tokens.end());
   for (int64_t drawn = 0; drawn < count; ++drawn) {
@@ -67,8 +73,7 @@ int64_t draw(
       decoder.clear();
       next.assign(tokens.end() - (most + 1) / 2, tokens.end());
     }
-    const auto scores = decoder.scores_behind(next).narrow(0, 0, language.vocab());
-    const auto token = choose(scores);
+    const auto token = choose(decoder.scores_behind(next).masked_fill(meaningless, -kInfinity));
     if (language.ends.contains(token) || !on_bytes(language.bytes_of(token))) {
       return drawn + 1;
     }
@@ -83,24 +88,37 @@ void print(const std::string& text) {
   TORCH_CHECK(std::cout, "cannot write to standard output"); // the reader may have gone
 }
 
+std::vector<int64_t> prompt_tokens(const LanguageModel& language, const std::string& prompt) {
+  try {
+    auto tokens = language.encode(prompt);
+    if (tokens.empty()) { // the model needs at least one
+      tokens = language.encode("\n");
+    }
+    if (std::ssize(tokens) > language.longest) {
+      std::cerr << "fsdp: warning: the prompt has " << tokens.size()
+                << " tokens, and the model sees only the last " << language.longest << std::endl;
+    }
+    return tokens;
+  } catch (const ConfigError& error) {
+    throw_config_error("--prompt: ", error.what_without_backtrace());
+  }
+}
+
 int generate(const GenerateOptions& options) {
   check(options);
   auto choice = options.choice;
   choice.seed = static_cast<uint64_t>(options.seed);
+  const auto language = find_language_model(options.checkpoint, options.tokenizer);
+  const auto tokens = prompt_tokens(language, options.prompt);
   run_ranks(1, [&](int) {
-    const auto language =
-        load_language_model(options.checkpoint, options.tokenizer, dtype_of(options.dtype));
-    auto tokens = language.encode(options.prompt);
-    if (tokens.empty()) { // the model needs at least one
-      tokens = language.encode("\n");
-    }
+    const auto model = load_whole(language, dtype_of(options.dtype));
     print(options.raw ? options.prompt : shown_text(options.prompt));
     TextStream stream(options.stops, [&](const std::string& text) {
       print(options.raw ? text : shown_text(text));
     });
     const auto start = std::chrono::steady_clock::now();
     const auto drawn = draw(
-        language, tokens, options.tokens, TokenChoice(choice),
+        language, model, tokens, options.tokens, TokenChoice(choice),
         [&](const std::string& bytes) { return stream.add(bytes); });
     stream.finish();
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;

@@ -11,8 +11,8 @@
 #include "cli/check.h"
 #include "cli/config/hf_config.h"
 #include "cli/files.h"
+#include "cli/text/documents.h"
 #include "cli/train/pretrained.h"
-#include "cli/train/run_checkpoint.h"
 
 namespace fsdp::cli {
 
@@ -46,17 +46,6 @@ std::set<int64_t> end_tokens(const std::string& folder) {
   return {};
 }
 
-Transformer empty_model(const ModelDims& dims, c10::ScalarType dtype) {
-  Transformer model{nullptr};
-  {
-    const MetaInit on_meta;
-    model = Transformer(dims);
-    model->to(dtype);
-  }
-  to_empty(model, torch::kCPU);
-  return model;
-}
-
 } // namespace
 
 std::vector<int64_t> LanguageModel::encode(std::string_view text) const {
@@ -70,6 +59,11 @@ std::vector<int64_t> LanguageModel::encode(std::string_view text) const {
       tokens.push_back(static_cast<unsigned char>(c));
     }
   }
+  for (const auto token : tokens) {
+    check_config(
+        token < dims.vocab, "the text has the token ", token, " ('", bytes_of(token),
+        "'), but the model has only ", dims.vocab);
+  }
   return tokens;
 }
 
@@ -77,44 +71,69 @@ std::string LanguageModel::bytes_of(int64_t token) const {
   return tokenizer ? tokenizer->bytes_of(token) : std::string{static_cast<char>(token)};
 }
 
-int64_t LanguageModel::vocab() const {
-  return std::min(model->dims.vocab, tokenizer ? tokenizer->vocab() : int64_t{256});
+torch::Tensor LanguageModel::meaningless() const {
+  auto result = torch::empty({dims.vocab}, torch::kBool);
+  auto* const values = result.data_ptr<bool>();
+  for (int64_t token = 0; token < dims.vocab; ++token) {
+    values[token] = tokenizer ? !tokenizer->has(token) : token >= 256;
+  }
+  return result;
 }
 
-LanguageModel load_language_model(
-    const std::string& path, const std::string& tokenizer, c10::ScalarType dtype) {
+LanguageModel find_language_model(const std::string& path, const std::string& tokenizer) {
   LanguageModel result;
-  auto folder = tokenizer;
+  std::string folder; // whose tokens the model has
   if (is_hf_folder(path)) {
     const auto config = read_hf_config(path);
     check_weight_files(path);
-    result.model = empty_model(config.dims, dtype);
-    load_pretrained(result.model, path);
+    result.dims = config.dims;
     result.longest = config.longest;
-    result.ends = end_tokens(path);
-    folder = folder.empty() ? path : folder;
+    result.folder = path;
+    folder = path;
   } else {
-    const auto saved = find_saved_run(path, "--checkpoint", /*model_only=*/true);
-    warn_of_skipped(saved);
-    const auto& config = saved.identity.config;
-    result.model = empty_model(config.model, dtype);
-    StateDict state;
-    state.insert_all(get_model_state_dict(result.model), "model.");
-    load(state, saved.path);
+    result.run = find_saved_run(path, "--checkpoint", /*model_only=*/true);
+    warn_of_skipped(*result.run);
+    const auto& config = result.run->identity.config;
+    result.dims = config.model;
     result.longest = config.context;
-    if (!config.from.empty()) {
-      result.ends = end_tokens(config.from);
-      folder = folder.empty() ? config.from : folder;
-    }
+    folder = config.from;
   }
-  const bool of_bytes = tokenizer.empty() && result.model->dims.vocab == 256;
-  if (!folder.empty() && tokenizer != "bytes" && !(of_bytes && !Tokenizer::is_in(folder))) {
+  if (!folder.empty()) {
+    result.ends = end_tokens(folder);
+  }
+  const bool of_bytes = tokenizer == "bytes" || (tokenizer.empty() && result.dims.vocab == 256 &&
+                                                 !Tokenizer::is_in(folder));
+  folder = tokenizer.empty() ? folder : tokenizer;
+  if (!folder.empty() && !of_bytes) {
     check_config(
         Tokenizer::is_in(folder), "there is no tokenizer.json in ", folder,
         "; --tokenizer names a folder that has it, or bytes");
     result.tokenizer = Tokenizer::read(folder);
+    result.end = end_token(*result.tokenizer, folder);
   }
   return result;
+}
+
+void LanguageModel::load(Transformer& model) const {
+  if (!folder.empty()) {
+    load_pretrained(model, folder);
+    return;
+  }
+  StateDict state;
+  state.insert_all(get_model_state_dict(model), "model.");
+  fsdp::load(state, run->path);
+}
+
+Transformer load_whole(const LanguageModel& language, c10::ScalarType dtype) {
+  Transformer model{nullptr};
+  {
+    const MetaInit on_meta;
+    model = Transformer(language.dims);
+    model->to(dtype);
+  }
+  to_empty(model, torch::kCPU);
+  language.load(model);
+  return model;
 }
 
 } // namespace fsdp::cli

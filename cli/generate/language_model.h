@@ -9,26 +9,37 @@
 
 #include "cli/text/tokenizer.h"
 #include "cli/train/model.h"
+#include "cli/train/run_checkpoint.h"
 
 namespace fsdp::cli {
 
-/// A whole model, and what its tokens mean.
+/// A trained model, before its weights are loaded, and what its tokens mean.
 struct LanguageModel {
-  Transformer model{nullptr};
-  std::optional<Tokenizer> tokenizer; // none: tokens are bytes
+  ModelDims dims;
+  std::optional<Tokenizer> tokenizer; // none: tokens are bytes, or nobody knows
   int64_t longest = 0;                // the most tokens that it sees
-  std::set<int64_t> ends;             // the tokens that end a text
+  std::set<int64_t> ends;             // the tokens that end an answer
+  std::optional<int64_t> end;         // the token behind each document
+  std::string folder;                 // of Hugging Face, with the weights
+  std::optional<SavedRun> run;        // with the weights, if `folder` is empty
 
+  /// Fills a model, sharded or not. Collective over the world.
+  void load(Transformer& model) const;
+
+  /// The tokens of a text, which begins with what the template of the tokenizer says. Throws
+  /// ConfigError if the model lacks one of them.
   std::vector<int64_t> encode(std::string_view text) const;
   std::string bytes_of(int64_t token) const;
-  /// How many tokens mean something. The model may have scores of more.
-  int64_t vocab() const;
+  /// Of each token of the model (vocab) whether it stands for no text.
+  torch::Tensor meaningless() const;
 };
 
-/// Loads the weights only: from a Hugging Face folder, a run's folder or a checkpoint.
-/// `tokenizer`: a folder with a tokenizer.json, or "bytes"; empty: that of the model. Throws
-/// ConfigError that names --checkpoint if there is no model. Collective: needs a process group.
-LanguageModel load_language_model(
-    const std::string& path, const std::string& tokenizer, c10::ScalarType dtype);
+/// Finds a Hugging Face folder, a run's folder or a checkpoint. `tokenizer`: a folder with a
+/// tokenizer.json, or "bytes"; empty: that of the model. Throws ConfigError that names --checkpoint
+/// if there is no model.
+LanguageModel find_language_model(const std::string& path, const std::string& tokenizer);
+
+/// The whole model on the CPU, with its weights. Needs a process group.
+Transformer load_whole(const LanguageModel& language, c10::ScalarType dtype);
 
 } // namespace fsdp::cli

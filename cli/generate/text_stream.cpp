@@ -55,7 +55,11 @@ size_t character_size(std::string_view text) {
     if (i == text.size()) {
       return 0;
     }
-    if ((text[i] & 0xc0) != 0x80) {
+    const auto byte = static_cast<unsigned char>(text[i]);
+    // The second byte says more: longer forms than needed, and surrogates, are no UTF-8.
+    const auto least = i > 1 ? 0x80 : first == 0xe0 ? 0xa0 : first == 0xf0 ? 0x90 : 0x80;
+    const auto most = i > 1 ? 0xbf : first == 0xed ? 0x9f : first == 0xf4 ? 0x8f : 0xbf;
+    if (byte < least || byte > most) {
       return 1;
     }
   }

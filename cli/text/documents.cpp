@@ -49,7 +49,7 @@ class FileTokens {
   FileTokens(const Tokenizer& tokenizer, const DocumentOptions& options, const std::string& path)
       : tokenizer_(tokenizer),
         options_(options),
-        file_(path, ""),
+        file_(path, options.about),
         of_lines_(path.ends_with(".jsonl")) {
     const auto parts =
         of_lines_ ? cut_lines(file_.text()) : tokenizer.cut(file_.text(), kPartBytes);
@@ -102,12 +102,12 @@ class FileTokens {
     }
     const auto bad = first_not_utf8(work.text);
     check_config(
-        !bad, file_.path(), " is not UTF-8 at byte ",
+        !bad, options_.about, file_.path(), " is not UTF-8 at byte ",
         work.text.data() - file_.data() + static_cast<ptrdiff_t>(bad.value_or(0)));
     if (work.begins) {
       begin_document(work);
     }
-    append(work, tokenizer_.encode(work.text));
+    append(work, encode(work.text));
     if (work.ends) {
       end_document(work);
     }
@@ -122,11 +122,11 @@ class FileTokens {
       const auto* begin = file_.data();
       const auto number = 1 + std::count(begin, line.data(), '\n');
       throw_config_error(
-          file_.path(), " line ", number, " is not an object with the text \"", options_.field,
-          "\": ", error.what());
+          options_.about, file_.path(), " line ", number, " is not an object with the text \"",
+          options_.field, "\": ", error.what());
     }
     begin_document(work);
-    append(work, tokenizer_.encode(text));
+    append(work, encode(text));
     end_document(work);
   }
 
@@ -137,8 +137,16 @@ class FileTokens {
 
   void end_document(Work& work) const {
     append(work, tokenizer_.suffix());
-    if (options_.end) {
+    if (options_.end && (work.tokens.empty() || work.tokens.back() != *options_.end)) {
       work.tokens.push_back(*options_.end);
+    }
+  }
+
+  std::vector<int64_t> encode(std::string_view text) const {
+    try {
+      return tokenizer_.encode(text);
+    } catch (const ConfigError& error) {
+      throw_config_error(options_.about, file_.path(), ": ", error.what_without_backtrace());
     }
   }
 
@@ -160,6 +168,9 @@ DocumentCounts tokenize_documents(
     const std::vector<std::string>& paths,
     const DocumentOptions& options,
     const std::function<void(const std::vector<int64_t>& tokens)>& write) {
+  for (const auto& path : paths) { // before the first one, which may take hours
+    const MappedFile can_be_read(path, options.about);
+  }
   DocumentCounts counts;
   for (const auto& path : paths) {
     FileTokens(tokenizer, options, path).run([&](const Work& work) {

@@ -12,9 +12,11 @@ namespace fsdp::cli {
 
 /// How files of text become tokens.
 struct DocumentOptions {
+  /// What errors begin with.
+  std::string about;
   /// The field of each line of a .jsonl file that holds the text.
   std::string field = "text";
-  /// The token behind each document, if there is one.
+  /// The token behind each document, if there is one. It is not put behind itself.
   std::optional<int64_t> end;
 };
 
@@ -27,8 +29,9 @@ struct DocumentCounts {
 
 /// Calls `write` with the tokens of all documents in their order. Each line of a .jsonl file is a
 /// document; any other file is one. A document begins and ends with what the template of the
-/// tokenizer says. Uses all cores, and holds only a part of the tokens at a time. Throws
-/// ConfigError that names the file, and the line or the byte, if a file is not what it should be.
+/// tokenizer says. Uses all cores, and holds only a part of the tokens at a time, unless a text
+/// cannot be cut (see `Tokenizer::cut`). Throws ConfigError that names the file, and the line or
+/// the byte, if a file is not what it should be.
 DocumentCounts tokenize_documents(
     const Tokenizer& tokenizer,
     const std::vector<std::string>& paths,

@@ -9,8 +9,7 @@ struct Splitter::Pattern {};
 Splitter::Splitter(const std::vector<std::string>& /*patterns*/) {
   throw_config_error(
       "this fsdp was built without PCRE2 and utf8proc, which tokenizers need; install them "
-      "(Debian: "
-      "libpcre2-dev libutf8proc-dev), remove build/, and build it again");
+      "(Debian: libpcre2-dev libutf8proc-dev), remove build/, and build it again");
 }
 
 // No Splitter exists, so nobody calls these.

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 
 #include "cli/check.h"
 
@@ -26,12 +27,19 @@ struct Splitter::Pattern {
   std::shared_ptr<pcre2_code> code;
 
   explicit Pattern(const std::string& text) {
+    // The patterns are written for Oniguruma. ^ and $ mean lines there, and these mean other
+    // things.
+    for (const auto* word : {"\\h", "\\H", "&&", "(?m"}) {
+      check_config(
+          text.find(word) == std::string::npos, "the pattern ", text, " has ", word,
+          ", which is not supported");
+    }
     int error = 0;
     PCRE2_SIZE offset = 0;
     code.reset(
         pcre2_compile(
-            reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), PCRE2_UTF | PCRE2_UCP, &error,
-            &offset, nullptr),
+            reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(),
+            PCRE2_UTF | PCRE2_UCP | PCRE2_MULTILINE, &error, &offset, nullptr),
         pcre2_code_free);
     check_config(
         code != nullptr, "the pattern ", text, " cannot be used: ", error_text(error),
@@ -42,16 +50,20 @@ struct Splitter::Pattern {
   void split(std::string_view text, const std::function<void(std::string_view)>& visit) const {
     const std::unique_ptr<pcre2_match_data, decltype(&pcre2_match_data_free)> match(
         pcre2_match_data_create(1, nullptr), pcre2_match_data_free);
+    // A run of blanks may be as long as it likes.
+    const std::unique_ptr<pcre2_match_context, decltype(&pcre2_match_context_free)> limits(
+        pcre2_match_context_create(nullptr), pcre2_match_context_free);
+    pcre2_set_match_limit(limits.get(), std::numeric_limits<uint32_t>::max());
     size_t done = 0; // what comes before was visited
     size_t at = 0;   // where to look for the next match
     while (at < text.size()) {
       const auto* begin = reinterpret_cast<PCRE2_SPTR>(text.data());
-      auto found =
-          pcre2_match(code.get(), begin, text.size(), at, PCRE2_NO_UTF_CHECK, match.get(), nullptr);
+      auto found = pcre2_match(
+          code.get(), begin, text.size(), at, PCRE2_NO_UTF_CHECK, match.get(), limits.get());
       if (found == PCRE2_ERROR_JIT_STACKLIMIT) {
         found = pcre2_match(
             code.get(), begin, text.size(), at, PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT, match.get(),
-            nullptr);
+            limits.get());
       }
       if (found == PCRE2_ERROR_NOMATCH) {
         break;

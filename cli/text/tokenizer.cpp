@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <list>
+#include <set>
 #include <unordered_map>
 #include <utility>
 
@@ -72,26 +73,27 @@ std::optional<std::string> bytes_of_entry(const std::string& entry) {
   return result;
 }
 
-/// False if the character with this byte may be whitespace. That is known by its first byte.
-bool is_no_space(std::string_view text, size_t at) {
+/// Whether the character with this byte is whitespace, or controls something.
+bool is_space(std::string_view text, size_t at) {
   while (at > 0 && (text[at] & 0xc0) == 0x80) {
     --at;
   }
+  static constexpr std::string_view kSpaces[] = {"\u0085", "\u00a0", "\u1680", "\u180e", "\u2000",
+                                                 "\u2001", "\u2002", "\u2003", "\u2004", "\u2005",
+                                                 "\u2006", "\u2007", "\u2008", "\u2009", "\u200a",
+                                                 "\u2028", "\u2029", "\u202f", "\u205f", "\u3000"};
   const auto first = static_cast<unsigned char>(text[at]);
-  const bool may_be_space = first == 0xc2 || (first >= 0xe1 && first <= 0xe3);
-  return first > ' ' && first != 0x7f && !may_be_space;
+  return first <= ' ' || std::any_of(std::begin(kSpaces), std::end(kSpaces), [&](auto space) {
+           return text.substr(at).starts_with(space);
+         });
 }
 
 /// Finds the texts of added tokens, such as <|im_start|>, inside of a text.
 class AddedTokens {
  public:
   void add(const std::string& text, int64_t token) {
-    auto& list = by_first_byte_[static_cast<unsigned char>(text[0])];
-    list.emplace_back(text, token);
-    // Of several that begin at the same byte, the longest is meant.
-    std::stable_sort(list.begin(), list.end(), [](const auto& a, const auto& b) {
-      return a.first.size() > b.first.size();
-    });
+    tokens_[text] = token;
+    lengths_[static_cast<unsigned char>(text[0])].insert(text.size());
   }
 
   /// Calls `on_text` with what lies between added tokens, and `on_token` with each of them.
@@ -99,11 +101,8 @@ class AddedTokens {
   void split(std::string_view text, const OnText& on_text, const OnToken& on_token) const {
     size_t done = 0;
     for (size_t at = 0; at < text.size();) {
-      const auto& list = by_first_byte_[static_cast<unsigned char>(text[at])];
-      const auto found = std::find_if(list.begin(), list.end(), [&](const auto& added) {
-        return text.substr(at).starts_with(added.first);
-      });
-      if (found == list.end()) {
+      const auto found = find(text.substr(at));
+      if (found == tokens_.end()) {
         ++at;
         continue;
       }
@@ -116,19 +115,34 @@ class AddedTokens {
   }
 
  private:
-  std::array<std::vector<std::pair<std::string, int64_t>>, 256> by_first_byte_;
+  /// The one with which the text begins. Of several, the longest is meant.
+  TokenOf::const_iterator find(std::string_view text) const {
+    for (const auto length : lengths_[static_cast<unsigned char>(text[0])]) {
+      const auto found = tokens_.find(text.substr(0, length));
+      if (found != tokens_.end()) {
+        return found;
+      }
+    }
+    return tokens_.end();
+  }
+
+  TokenOf tokens_;
+  /// The lengths of those that begin with each byte.
+  std::array<std::set<size_t, std::greater<>>, 256> lengths_;
 };
 
 } // namespace
 
 struct Tokenizer::Parts {
   std::vector<std::string> bytes; // of each token; empty: there is no such token
-  TokenOf tokens;                 // of the vocabulary and added ones
-  TokenOf words;                  // words that are one token, whatever the merges say
+  TokenOf tokens;                 // of the vocabulary
+  TokenOf added;                  // by their text
+  bool whole_words = false;       // a word in the vocabulary is one token, whatever merges say
   AddedTokens raw;                // are found before the text is normalized
   AddedTokens normalized;         // are found afterwards
   bool composes = false;          // NFC
-  bool can_cut = true;            // see Note [Where a text can be cut]
+  bool can_cut = false;           // see Note [Where a text can be cut]
+  bool cuts_behind_words = false; // only there
   std::optional<Splitter> splitter;
   std::optional<Bpe> bpe;
   std::vector<int64_t> prefix;
@@ -156,9 +170,11 @@ class Reader {
         "pre_tokenizer: it has no ByteLevel; only byte-level BPE is supported, as GPT-2, Llama 3 "
         "and Qwen have it");
     parts_.splitter.emplace(patterns_);
-    parts_.can_cut = std::all_of(patterns_.begin(), patterns_.end(), [](const auto& pattern) {
-      return pattern == kGpt2 || pattern == kLlama3 || pattern == kQwen;
-    });
+    if (patterns_.size() == 1) {
+      const auto& pattern = patterns_[0];
+      parts_.cuts_behind_words = pattern == kGpt2;
+      parts_.can_cut = pattern == kGpt2 || pattern == kLlama3 || pattern == kQwen;
+    }
     read_model(json_.at("model"));
     for (const auto& added : json_.value("added_tokens", Json::array())) {
       read_added(added);
@@ -249,9 +265,7 @@ class Reader {
     for (const auto& merge : json.at("merges")) {
       add_merge(merge);
     }
-    if (json.value("ignore_merges", false)) {
-      parts_.words = parts_.tokens;
-    }
+    parts_.whole_words = json.value("ignore_merges", false);
   }
 
   void add_merge(const Json& json) {
@@ -282,7 +296,7 @@ class Reader {
     }
     const auto token = checked_token(json.at("id"), text);
     parts_.set_bytes(token, text);
-    parts_.tokens[text] = token;
+    parts_.added[text] = token;
     parts_.can_cut = parts_.can_cut && text.find('\n') == std::string::npos;
     if (json.value("normalized", true)) {
       parts_.normalized.add(parts_.composes ? composed(text) : text, token);
@@ -378,8 +392,8 @@ std::vector<int64_t> Tokenizer::encode(std::string_view text) const {
       }
       return;
     }
-    const auto whole = parts_->words.find(word);
-    if (whole != parts_->words.end()) {
+    const auto whole = parts_->whole_words ? parts_->tokens.find(word) : parts_->tokens.end();
+    if (whole != parts_->tokens.end()) {
       tokens.push_back(whole->second);
     } else {
       parts_->bpe->append_tokens(word, tokens);
@@ -407,23 +421,35 @@ const std::vector<int64_t>& Tokenizer::suffix() const {
 }
 
 const std::string& Tokenizer::bytes_of(int64_t token) const {
-  check_config(
-      token >= 0 && token < vocab() && !parts_->bytes[static_cast<size_t>(token)].empty(),
-      "the tokenizer has no token ", token);
+  check_config(has(token), "the tokenizer has no token ", token);
   return parts_->bytes[static_cast<size_t>(token)];
 }
 
+bool Tokenizer::has(int64_t token) const {
+  return token >= 0 && token < vocab() && !parts_->bytes[static_cast<size_t>(token)].empty();
+}
+
+bool Tokenizer::is_added(int64_t token) const {
+  const auto found = parts_->added.find(bytes_of(token));
+  return found != parts_->added.end() && found->second == token;
+}
+
 std::optional<int64_t> Tokenizer::find(std::string_view bytes) const {
-  const auto found = parts_->tokens.find(bytes);
-  return found == parts_->tokens.end() ? std::nullopt : std::optional(found->second);
+  for (const auto* tokens : {&parts_->added, &parts_->tokens}) {
+    const auto found = tokens->find(bytes);
+    if (found != tokens->end()) {
+      return found->second;
+    }
+  }
+  return std::nullopt;
 }
 
 // Note [Where a text can be cut]
-// After a line end between two characters that are not whitespace. The patterns of GPT-2, Llama 3
-// and Qwen take no line end together with the character behind it, and NFC joins no character to a
-// line end. The character before it matters because GPT-2's pattern divides a run of whitespace
-// before a word in another way than one at the end of a text. If the tokenizer has another pattern,
-// or an added token with a line end inside, a text stays whole.
+// After a line end, if no whitespace follows. The patterns of GPT-2, Llama 3 and Qwen take no line
+// end together with such a character, and NFC joins no character to a line end. GPT-2's pattern
+// divides a run of whitespace before a word in another way than one at the end of a text, so there
+// the line end must follow a word. If the tokenizer has another pattern, or an added token with a
+// line end inside, a text stays whole.
 std::vector<std::string_view> Tokenizer::cut(std::string_view text, size_t size) const {
   std::vector<std::string_view> result;
   size_t from = size; // no line end before this place
@@ -432,7 +458,8 @@ std::vector<std::string_view> Tokenizer::cut(std::string_view text, size_t size)
     if (line_end == std::string_view::npos || line_end + 1 == text.size()) {
       break;
     }
-    if (is_no_space(text, line_end - 1) && is_no_space(text, line_end + 1)) {
+    const bool behind_word = !is_space(text, line_end - 1);
+    if (!is_space(text, line_end + 1) && (behind_word || !parts_->cuts_behind_words)) {
       result.push_back(text.substr(0, line_end + 1));
       text.remove_prefix(line_end + 1);
       from = size;

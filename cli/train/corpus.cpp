@@ -68,11 +68,13 @@ std::string read_text(const std::string& path) {
   return std::move(*text);
 }
 
-/// All text files below a folder: those without a zero byte.
+/// All text files below a folder: those that are not empty and have no zero byte.
 std::vector<std::string> text_files_below(const std::string& folder) {
   auto files = files_below(folder);
-  std::erase_if(
-      files, [](const auto& path) { return read_text(path).find('\0') != std::string::npos; });
+  std::erase_if(files, [](const auto& path) {
+    const auto text = read_text(path);
+    return text.empty() || text.find('\0') != std::string::npos;
+  });
   check_config(
       !files.empty(), "--data: there is no text in ", folder, "; for files of tokens: --data '",
       folder, "/*.bin'");
@@ -200,10 +202,18 @@ std::vector<std::string> matching_files(const std::string& pattern) {
   return files;
 }
 
+bool is_pattern(const std::string& path) {
+  return path.find_first_of("*?[") != std::string::npos;
+}
+
 constexpr int64_t kCheckedTokens = 1 << 26; // before the first step
 constexpr int64_t kSampledTokens = 1 << 22; // to count them
 
 } // namespace
+
+bool Corpus::is_text(const std::string& path) {
+  return !is_token_file(path) && (!is_pattern(path) || access(path.c_str(), F_OK) == 0);
+}
 
 Corpus Corpus::read(const std::string& path, const TokensOf& tokens) {
   const auto open_tokens = [&](const std::vector<std::string>& files) {
@@ -215,8 +225,7 @@ Corpus Corpus::read(const std::string& path, const TokensOf& tokens) {
     }
     return corpus;
   };
-  const bool is_pattern = path.find_first_of("*?[") != std::string::npos;
-  if (is_pattern && access(path.c_str(), F_OK) != 0) {
+  if (is_pattern(path) && access(path.c_str(), F_OK) != 0) {
     return open_tokens(matching_files(path));
   }
   check_config(access(path.c_str(), F_OK) == 0, "--data: there is no file or folder ", path);
@@ -356,6 +365,21 @@ torch::Tensor Corpus::held_out_rows(
     const auto start = row_ > 0 ? row_ * (num_held_out() / row_ * (first + row) / total)
                                 : last_start * (first + row) / std::max<int64_t>(1, total - 1);
     read_part(Part::held_out, start, context + 1, rows[row].data_ptr<int64_t>());
+  }
+  return rows;
+}
+
+int64_t Corpus::num_rows(int64_t context) const {
+  return row_ > 0 ? source_->size() / row_ : (source_->size() - 1 + context - 1) / context;
+}
+
+torch::Tensor Corpus::rows_of_all(int64_t first, int64_t count, int64_t context) const {
+  auto rows = torch::full({count, context + 1}, kIsGiven, torch::kLong);
+  const auto stride = row_ > 0 ? row_ : context;
+  for (int64_t row = 0; row < count; ++row) {
+    const auto start = std::min((first + row) * stride, source_->size());
+    source_->read(
+        start, std::min(context + 1, source_->size() - start), rows[row].data_ptr<int64_t>());
   }
   return rows;
 }

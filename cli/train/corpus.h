@@ -47,6 +47,8 @@ class Corpus {
   /// runs. Opens a file of tokens, or all that a pattern such as "part_*.bin" finds, in the order
   /// of their names; see `open_token_files`. Throws ConfigError with a message that names --data.
   static Corpus read(const std::string& path, const TokensOf& tokens = {});
+  /// Whether --data is text, not files of tokens.
+  static bool is_text(const std::string& path);
   /// The C++ headers of the LibTorch that this process has loaded. If they are not there, those of
   /// the LibTorch that the tool was built with.
   static Corpus libtorch_headers(const TokensOf& tokens = {});
@@ -97,6 +99,11 @@ class Corpus {
 
   /// Rows [first, first + count) of `total` rows that are spread evenly over the held-out text.
   torch::Tensor held_out_rows(int64_t first, int64_t count, int64_t total, int64_t context) const;
+
+  /// All tokens, also those that are held out, as rows of `context` tokens and the one behind them:
+  /// each token but the first is told once. The end of the last row is padding that is given.
+  int64_t num_rows(int64_t context) const;
+  torch::Tensor rows_of_all(int64_t first, int64_t count, int64_t context) const;
 
   /// A prompt for a sample: half a line of the held-out text. Only for bytes.
   std::string prompt() const;

@@ -22,6 +22,7 @@
 #include "cli/files.h"
 #include "cli/invocation.h"
 #include "cli/report/report.h"
+#include "cli/scoped_process_group.h"
 #include "cli/train/corpus.h"
 #include "cli/train/fit.h"
 #include "cli/train/flops.h"
@@ -39,18 +40,6 @@ namespace fsdp::cli {
 namespace {
 
 constexpr int64_t kSampleBytes = 240;
-
-/// Joins a world of processes and leaves it again. Not for use inside run_ranks.
-struct ScopedProcessGroup {
-  explicit ScopedProcessGroup(const InitOptions& options) {
-    init_process_group(options);
-  }
-  ~ScopedProcessGroup() {
-    destroy_process_group();
-  }
-  ScopedProcessGroup(const ScopedProcessGroup&) = delete;
-  ScopedProcessGroup& operator=(const ScopedProcessGroup&) = delete;
-};
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -237,9 +226,13 @@ Corpus read_corpus(const TrainOptions& options) {
   const bool wide =
       options.token_dtype == "auto" ? tokens.vocab > (1 << 16) : options.token_dtype == "uint32";
   tokens.raw = wide ? TokenType::uint32 : TokenType::uint16;
-  if (!config.from.empty() && Tokenizer::is_in(config.from)) {
+  if (Corpus::is_text(data) && !config.from.empty() && Tokenizer::is_in(config.from)) {
     tokens.tokenizer = Tokenizer::read(config.from);
-    tokens.documents.end = end_token(*tokens.tokenizer, config.from);
+    tokens.documents = {.about = "--data: ", .end = end_token(*tokens.tokenizer, config.from)};
+    check_config(
+        tokens.documents.end.has_value(), "--from: tokenizer_config.json of ", config.from,
+        " names no eos_token of the tokenizer, which belongs behind each document; make a file of "
+        "tokens by fsdp tokenize --end");
   }
   auto corpus = data.empty() ? Corpus::libtorch_headers(tokens) : Corpus::read(data, tokens);
   check_config(

@@ -13,9 +13,9 @@
 #include <fsdp/distributed.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/meta_init.h>
-#include <fsdp/parallel_cross_entropy.h>
 
 #include "cli/check.h"
+#include "cli/train/loss.h"
 #include "cli/train/pretrained.h"
 #include "cli/train/sampler.h"
 
@@ -26,19 +26,6 @@ namespace {
 constexpr int64_t kValidationBatches = 8;
 using torch::optim::OptimizerParamGroup;
 using Tensors = std::vector<torch::Tensor>;
-
-/// The device of this rank. The ranks of a machine take its accelerators in turn.
-c10::Device pick_device(const std::string& name) {
-  c10::Device device(name);
-  if (device.is_cpu()) {
-    return device;
-  }
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  device.set_index(static_cast<c10::DeviceIndex>(get_local_rank() % guard.deviceCount()));
-  guard.setDevice(device);
-  memory_stats(device);
-  return device;
-}
 
 /// A parameter group by AdamW.
 OptimizerParamGroup adamw_group(Tensors params, const TrainConfig& config, double weight_decay) {
@@ -111,6 +98,18 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
 }
 
 } // namespace
+
+c10::Device pick_device(const std::string& name) {
+  c10::Device device(name);
+  if (device.is_cpu()) {
+    return device;
+  }
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  device.set_index(static_cast<c10::DeviceIndex>(get_local_rank() % guard.deviceCount()));
+  guard.setDevice(device);
+  memory_stats(device);
+  return device;
+}
 
 double learning_rate(const TrainConfig& config, int64_t step) {
   return learning_rate(config.schedule, step, config.steps);
@@ -323,25 +322,8 @@ Trainer::Rows Trainer::rows_of(
 }
 
 torch::Tensor Trainer::shared_loss(const torch::Tensor& part, int64_t num_told) {
-  constexpr int64_t kIgnored = -100;
-  const auto here = part.to(device_);
-  auto inputs = here.narrow(1, 0, config_.context);
-  auto targets = here.narrow(1, 1, config_.context);
-  torch::Tensor documents;
-  if (corpus_.has_flags()) {
-    documents = inputs.bitwise_and(kBegins).ne(0).cumsum(1);
-    inputs = inputs.bitwise_and(kTokenNumber);
-    targets = targets.bitwise_and(kTokenNumber)
-                  .masked_fill(targets.bitwise_and(kIsGiven).ne(0), kIgnored);
-  }
-  const auto outputs = documents.defined() ? model_(inputs, documents) : model_(inputs);
-  const auto scores = outputs.flatten(0, 1).to(torch::kFloat);
-  targets = targets.reshape({-1});
-  const auto sum = mesh_.tensor
-                       ? parallel_cross_entropy(
-                             scores, targets, *mesh_.tensor, {.reduction = at::Reduction::Sum})
-                       : at::cross_entropy_loss(scores, targets, {}, at::Reduction::Sum, kIgnored);
-  return sum * (static_cast<double>(mesh_.shape.data_ranks()) / static_cast<double>(num_told));
+  return loss_sum(model_, part.to(device_), corpus_.has_flags()) *
+         (static_cast<double>(mesh_.shape.data_ranks()) / static_cast<double>(num_told));
 }
 
 std::vector<double> Trainer::average(const torch::Tensor& values) {

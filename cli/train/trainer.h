@@ -23,6 +23,9 @@ namespace fsdp::cli {
 /// The learning rate of a step. `step` counts from 0.
 double learning_rate(const TrainConfig& config, int64_t step);
 
+/// The device of this rank: "cpu", or of "cuda" the one whose turn it is on this machine.
+c10::Device pick_device(const std::string& name);
+
 /// Builds the model on the meta device, divides it over the mesh's tensor axis if there is one, and
 /// shards it: one group per block and one for the rest. The parameters have no memory yet.
 /// Collective.

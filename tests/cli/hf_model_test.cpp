@@ -6,6 +6,7 @@
 #include <fsdp/optim.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <fstream>
 #include <map>
 
@@ -187,7 +188,8 @@ TEST(HfModel, GeneratesWhatTransformersGenerates) {
   for (const auto& name : models().names) {
     SCOPED_TRACE(name);
     run_ranks(1, [&](int) {
-      auto model = load_language_model(models().folder + "/" + name, "bytes", torch::kFloat).model;
+      auto model =
+          load_whole(find_language_model(models().folder + "/" + name, "bytes"), torch::kFloat);
       Decoder decoder(model, 49);
       const auto all = torch::cat(
           {rows_of(name)[0].narrow(0, 0, 9), expected(name, "generated", {40}, torch::kLong)});
@@ -237,6 +239,60 @@ TEST(HfModel, TheToolContinuesAText) {
     EXPECT_EQ(generated({"--seed", "7"}), generated({"--seed", "7"}));
     EXPECT_NE(generated({"--seed", "7"}), generated({"--seed", "8"}));
   }
+}
+
+TEST(HfModel, EvalIsThatOfTransformers) {
+  SKIP_WITHOUT_TRANSFORMERS();
+  const auto evaluated = [](std::vector<std::string> words) {
+    words.insert(words.begin(), "eval");
+    words.emplace_back("--json");
+    const auto ended = run(words);
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+    return Json::parse(ended.output);
+  };
+  const std::vector<std::vector<std::string>> meshes{
+      {}, {"--ranks", "3", "--batch", "1"}, {"--mesh", "dp=2,shard=1,tp=2"}};
+  size_t number = 0;
+  for (const auto& name : models().names) {
+    SCOPED_TRACE(name);
+    const auto tokens = test::temporary_folder() + "/t.bin";
+    const auto rows = rows_of(name).to(torch::kInt16).contiguous();
+    std::ofstream(tokens, std::ios::binary)
+        .write(static_cast<const char*>(rows.data_ptr()), 2 * rows.numel());
+    std::vector<std::string> words{"--checkpoint", models().folder + "/" + name,
+                                   "--data",       tokens,
+                                   "--context",    "20",
+                                   "--tokenizer",  "bytes"};
+    const auto& mesh = meshes[number++ % meshes.size()];
+    words.insert(words.end(), mesh.begin(), mesh.end());
+    const auto json = evaluated(words);
+    const auto theirs = expected(name, "mean_loss", {}, torch::kDouble).item<double>();
+    EXPECT_NEAR(json.at("loss").get<double>(), theirs, 1e-5);
+    EXPECT_NEAR(json.at("perplexity").get<double>(), std::exp(theirs), 1e-3 * std::exp(theirs));
+    EXPECT_EQ(json.at("tokens").get<int64_t>(), 4 * 33 - 1);
+  }
+}
+
+TEST(HfModel, BitsPerByteCountTheBytesOfTheText) {
+  SKIP_WITHOUT_TOKENIZER();
+  const auto folder = models().folder + "/qwen3";
+  const auto tokenizer = Tokenizer::read(folder);
+  const std::string text = "import torch\n# Größe\n";
+  const auto path = test::temporary_folder() + "/a.txt";
+  std::ofstream(path) << text;
+  const auto ended = run({"eval", "--checkpoint", folder, "--data", path, "--json"});
+  ASSERT_EQ(ended.exit_code, 0) << ended.output;
+  const auto json = Json::parse(ended.output);
+  const auto tokens = tokenizer.encode(text);
+  // The first token is not told. The end of the document is, but it is no byte of the text.
+  EXPECT_EQ(json.at("tokens").get<size_t>(), tokens.size());
+  const auto bytes = text.size() - tokenizer.bytes_of(tokens[0]).size();
+  EXPECT_EQ(json.at("bytes").get<size_t>(), bytes);
+  EXPECT_NEAR(
+      json.at("bits_per_byte").get<double>(),
+      json.at("loss").get<double>() * static_cast<double>(tokens.size()) / std::log(2.0) /
+          static_cast<double>(bytes),
+      1e-6);
 }
 
 // ------------------------------------------------------------ config.json
@@ -505,7 +561,10 @@ TEST(HfModel, TextBecomesTokensOfTheFolder) {
        {text, std::string("import torch"), std::string("ä <|endoftext|>")}) {
     const auto more = tokenizer.encode(document);
     tokens.insert(tokens.end(), more.begin(), more.end());
-    tokens.push_back(tokenizer.find("<|endoftext|>").value());
+    const auto end = tokenizer.find("<|endoftext|>").value();
+    if (tokens.back() != end) { // the last document has it already
+      tokens.push_back(end);
+    }
   }
   const auto tokenized = [&](const std::string& out, std::vector<std::string> more) {
     std::vector<std::string> words{"tokenize", "--tokenizer", from, "--out", folder + "/" + out};
@@ -541,6 +600,21 @@ TEST(HfModel, TextBecomesTokensOfTheFolder) {
   for (const auto& entry : std::filesystem::directory_iterator(folder)) {
     EXPECT_FALSE(contains(entry.path().filename().string(), "u.bin")) << entry.path();
   }
+
+  // Files of tokens need no tokenizer, so it may be of any kind. Empty files have no text.
+  const auto other = folder + "/other";
+  std::filesystem::copy(from, other);
+  std::ofstream(other + "/tokenizer.json") << R"({"normalizer": {"type": "Lowercase"}})";
+  std::filesystem::create_directory(folder + "/texts");
+  std::ofstream(folder + "/texts/a.txt") << read_file(test::text_file()).value();
+  std::ofstream(folder + "/texts/empty.txt");
+  EXPECT_EQ(tokenized("long.npy", {folder + "/texts/a.txt"}).exit_code, 0);
+  const auto planned = [&](const std::string& model, const std::string& data) {
+    return run({"train", "--dry-run", "--from", model, "--data", folder + data, "--context", "8"});
+  };
+  EXPECT_EQ(planned(other, "/long.npy").exit_code, 0) << planned(other, "/long.npy").output;
+  EXPECT_EQ(planned(from, "/texts").exit_code, 0) << planned(from, "/texts").output;
+  EXPECT_TRUE(contains(planned(other, "/texts").output, "Lowercase"));
 
   // A model with other tokens cannot be trained on bytes.
   const auto on_bytes =

@@ -112,6 +112,17 @@ def continue_text(folder, model):
     write(f"{folder}-stops/continued.json", {"prompt": prompt, "tokens": tokens[: tokens.index(stop)]})
 
 
+def mean_loss(model, tokens, context):
+    """The mean loss of all tokens but the first, in rows of `context` tokens."""
+    total = 0.0
+    with torch.no_grad():
+        for start in range(0, len(tokens) - 1, context):
+            row = tokens[start : start + context + 1]
+            scores = model(row[None, :-1]).logits[0]
+            total += torch.nn.functional.cross_entropy(scores, row[1:], reduction="sum").double()
+    return total / (len(tokens) - 1)
+
+
 def write(path, fields):
     with open(path, "w") as file:
         json.dump(fields, file)
@@ -147,6 +158,7 @@ def main(out):
 
         logits, loss = loss_of(model)
         found["logits"] = logits.detach()
+        found["mean_loss"] = mean_loss(model, rows.flatten(), 20)
         found["generated"] = generate(model, rows[:1, :9])
         found["loss"] = loss.detach()
         loss.backward()

@@ -42,7 +42,7 @@ inline const MadeTokenizers& made() {
         result.names.push_back(entry.path().filename());
       }
     }
-    EXPECT_EQ(result.names.size(), 4u) << ended.output;
+    EXPECT_EQ(result.names.size(), 5u) << ended.output;
     try {
       cli::Tokenizer::read(result.folder + "/llama3");
     } catch (const ConfigError& error) {

@@ -96,14 +96,16 @@ def texts():
     yield "\n".join([*UNUSUAL, *library_files()])[:200000]
 
 
-def make(folder, size, pre_tokenizer, post_processor, special, normalizer=None, whole=False, listed=False):
+def make(
+    folder, size, pre_tokenizer, post_processor, special, normalizer=None, whole=False, listed=False, texts=None
+):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
     if normalizer:
         tokenizer.normalizer = normalizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([*library_files(), *UNUSUAL * 20, CODE * 20], trainer)
+    tokenizer.train_from_iterator(texts or [*library_files(), *UNUSUAL * 20, CODE * 20], trainer)
 
     model = json.loads(tokenizer.to_str())["model"]
     vocab = model["vocab"]
@@ -179,7 +181,9 @@ def make_good(out):
     old = isinstance(merges[0], str)
     fields["model"]["merges"] = [merge.split(" ") if old else " ".join(merge) for merge in merges]
     write(f"{out}/old-merges/tokenizer.json", fields)
-    return ["llama3", "qwen", "gpt2", "old-merges"]
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    make(f"{out}/no-pattern", 300, whole, plain, [END], texts=[CODE * 20])  # words go over line ends
+    return ["llama3", "qwen", "gpt2", "old-merges", "no-pattern"]
 
 
 def read(folder):
@@ -213,6 +217,8 @@ def make_bad(out):
     bad("prefix-space", "add_prefix_space", lambda of: of["pre_tokenizer"].update(add_prefix_space=True))
     removed = lambda of: of["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed")
     bad("removed", "Removed", removed, "llama3")
+    hex_digits = lambda of: of["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": r"\h+"})
+    bad("hex-digits", r"\h", hex_digits, "llama3")
     bad("lstrip", "lstrip", lambda of: of["added_tokens"][0].update(lstrip=True))
     bad("byte-fallback", "byte_fallback", model(byte_fallback=True))
     bad("dropout", "dropout", model(dropout=0.1))

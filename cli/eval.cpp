@@ -1,0 +1,217 @@
+// `fsdp eval`: how well a trained model tells a text.
+#include <fsdp/distributed.h>
+#include <fsdp/launch.h>
+#include <fsdp/meta_init.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <iostream>
+#include <memory>
+#include <string>
+
+#include <nlohmann/json.hpp>
+
+#include "cli/check.h"
+#include "cli/command.h"
+#include "cli/generate/language_model.h"
+#include "cli/scoped_process_group.h"
+#include "cli/train/corpus.h"
+#include "cli/train/loss.h"
+#include "cli/train/progress.h"
+#include "cli/train/trainer.h"
+
+namespace fsdp::cli {
+
+namespace {
+
+struct EvalOptions {
+  std::string checkpoint;
+  std::string data;
+  std::string tokenizer;
+  std::string field = "text";
+  std::string mesh;
+  int64_t ranks = 1;
+  int64_t context = 0;
+  int64_t batch = 4; // rows of each rank at once
+  std::string dtype = "fp32";
+  std::string device = "cpu";
+  bool json = false;
+};
+
+/// Sums over all tokens that were told.
+struct Told {
+  double loss = 0; // in nats
+  int64_t tokens = 0;
+  int64_t bytes = 0; // of text; tokens that only a tokenizer adds have none
+};
+
+/// Reads the text as the model knows it.
+Corpus read_corpus(const EvalOptions& options, const LanguageModel& language) {
+  TokensOf tokens{.vocab = language.dims.vocab, .context = options.context};
+  tokens.raw = tokens.vocab > (1 << 16) ? TokenType::uint32 : TokenType::uint16;
+  if (language.tokenizer && Corpus::is_text(options.data)) {
+    tokens.tokenizer = language.tokenizer;
+    tokens.documents = {.about = "--data: ", .field = options.field, .end = language.end};
+  }
+  return Corpus::read(options.data, tokens);
+}
+
+/// The bytes of each token. Empty if that is not known.
+std::vector<int64_t> token_sizes(const LanguageModel& language, const Corpus& corpus) {
+  std::vector<int64_t> sizes(static_cast<size_t>(language.dims.vocab), corpus.is_bytes() ? 1 : 0);
+  if (corpus.is_bytes()) {
+    return sizes;
+  }
+  if (!language.tokenizer) {
+    return {};
+  }
+  for (int64_t token = 0; token < language.dims.vocab; ++token) {
+    if (language.tokenizer->has(token) && !language.tokenizer->is_added(token)) {
+      sizes[static_cast<size_t>(token)] = std::ssize(language.tokenizer->bytes_of(token));
+    }
+  }
+  return sizes;
+}
+
+/// Goes through the rows of one rank. Returns the sums over all ranks. Collective.
+Told evaluate_rank(
+    const EvalOptions& options, const LanguageModel& language, const Corpus& corpus) {
+  const torch::NoGradGuard no_grad;
+  const auto device = pick_device(options.device);
+  TrainConfig config;
+  config.model = language.dims;
+  config.param_dtype = options.dtype;
+  config.mesh = parse_mesh(options.mesh, get_world_size());
+  const TrainMesh mesh(*config.mesh, device.type());
+  auto model = build_sharded(config, mesh);
+  to_empty(model, device);
+  language.load(model);
+
+  const auto sizes = token_sizes(language, corpus);
+  const auto num_rows = corpus.num_rows(options.context);
+  const auto at_once = options.batch * mesh.shape.data_ranks();
+  Told mine;
+  for (int64_t first = 0; first < num_rows; first += at_once) {
+    // Every rank takes part in each round. Beyond the last row there is only padding.
+    const auto rows =
+        corpus.rows_of_all(first + mesh.data_rank * options.batch, options.batch, options.context);
+    mine.loss += loss_sum(model, rows.to(device), /*have_flags=*/true).item<double>();
+    const auto targets = rows.narrow(1, 1, options.context).contiguous();
+    for (int64_t i = 0; i < targets.numel(); ++i) {
+      const auto token = targets.data_ptr<int64_t>()[i];
+      if ((token & kIsGiven) == 0) {
+        ++mine.tokens;
+        mine.bytes += sizes.empty() ? 0 : sizes[static_cast<size_t>(token & kTokenNumber)];
+      }
+    }
+  }
+  const auto sums =
+      torch::tensor(
+          {mine.loss, static_cast<double>(mine.tokens), static_cast<double>(mine.bytes)},
+          torch::kDouble)
+          .to(device);
+  default_group().all_reduce(sums, ReduceOp::Sum);
+  const auto all = sums.to(torch::kCPU) / mesh.shape.tensor; // its ranks have the same rows
+  return {
+      all[0].item<double>(), std::llround(all[1].item<double>()),
+      std::llround(all[2].item<double>())};
+}
+
+void print(const EvalOptions& options, const Told& told, double seconds) {
+  const auto loss = told.loss / static_cast<double>(told.tokens);
+  const bool has_bytes = told.bytes > 0;
+  const auto bits = has_bytes ? told.loss / std::log(2.0) / static_cast<double>(told.bytes) : 0.0;
+  if (options.json) {
+    nlohmann::ordered_json json{
+        {"loss", loss}, {"perplexity", std::exp(loss)}, {"tokens", told.tokens}};
+    if (has_bytes) {
+      json["bytes"] = told.bytes;
+      json["bits_per_byte"] = bits;
+    }
+    json["seconds"] = seconds;
+    std::cout << json.dump() << std::endl;
+    return;
+  }
+  Screen screen;
+  screen.labelled(
+      "result", c10::str(
+                    "loss ", fixed(loss, 4), ", perplexity ", fixed(std::exp(loss), 2),
+                    has_bytes ? ", " + fixed(bits, 4) + " bits per byte" : "", " over ",
+                    plural(told.tokens, "token"), ", ", fixed(seconds, 1), " s"));
+}
+
+int evaluate(EvalOptions& options) {
+  const auto language = find_language_model(options.checkpoint, options.tokenizer);
+  const auto longest = language.longest;
+  check_config(
+      options.context >= 0 && (longest == 0 || options.context <= longest), "--context ",
+      options.context, ": the model takes between 1 and ", longest, " tokens");
+  constexpr int64_t kUsualContext = 1024;
+  if (options.context == 0) {
+    options.context = longest == 0 ? kUsualContext : std::min(longest, kUsualContext);
+  }
+  check_config(options.batch >= 1, "--batch ", options.batch, ": it must be 1 or more");
+  check_config(options.ranks >= 1, "--ranks ", options.ranks, ": it must be 1 or more");
+  const auto corpus = read_corpus(options, language);
+  check_config(corpus.num_rows(options.context) > 0, "--data: ", options.data, " is too short");
+  const auto start = std::chrono::steady_clock::now();
+  const auto seconds = [&] {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  if (is_launched()) {
+    const ScopedProcessGroup joined({.backend = options.device == "cpu" ? "gloo" : ""});
+    const auto told = evaluate_rank(options, language, corpus);
+    if (get_rank() == 0) {
+      print(options, told, seconds());
+    }
+    return 0;
+  }
+  Told told;
+  const auto ranks =
+      parse_mesh(options.mesh, options.mesh.empty() ? std::optional(options.ranks) : std::nullopt)
+          .ranks();
+  run_ranks(static_cast<int>(ranks), [&](int rank) {
+    const auto all = evaluate_rank(options, language, corpus);
+    if (rank == 0) {
+      told = all;
+    }
+  });
+  print(options, told, seconds());
+  return 0;
+}
+
+} // namespace
+
+void add_eval(CLI::App& app, Action& action) {
+  auto* command = app.add_subcommand("eval", "Measure how well a trained model tells a text");
+  command->option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  auto options = std::make_shared<EvalOptions>();
+  const auto add = [&](const char* name, auto& value, const char* help) {
+    return command->add_option(name, value, help)->capture_default_str();
+  };
+  command
+      ->add_option(
+          "--checkpoint", options->checkpoint,
+          "A run's folder (its newest checkpoint is used), a checkpoint, or a Hugging Face folder")
+      ->required();
+  command
+      ->add_option(
+          "--data", options->data, "Text, examples or files of tokens, as train takes them")
+      ->required();
+  command->add_option(
+      "--tokenizer", options->tokenizer,
+      "A folder with a tokenizer.json, or bytes [that of the model]");
+  add("--field", options->field, "The field of a .jsonl line that holds the text");
+  command->add_option(
+      "--context", options->context, "Tokens per row [what the model takes, 1024 at most]");
+  add("--batch", options->batch, "Rows of each rank at once");
+  add("--ranks", options->ranks, "Ranks as threads; with a launcher, leave it out");
+  command->add_option("--mesh", options->mesh, "Axes dp, shard and tp, as train takes them");
+  add("--dtype", options->dtype, "Compute in fp32 or bf16")->check(CLI::IsMember({"bf16", "fp32"}));
+  add("--device", options->device, "cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
+  command->add_flag("--json", options->json, "Print a JSON object");
+  command->callback([options, &action] { action = [options] { return evaluate(*options); }; });
+}
+
+} // namespace fsdp::cli
