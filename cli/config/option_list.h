@@ -27,6 +27,7 @@ void for_each_option(Visit visit) {
   visit("gemma", [](auto& config) -> auto& { return config.model.gemma; }, true);
   visit("from", [](auto& config) -> auto& { return config.from; }, true);
   visit("context", [](auto& config) -> auto& { return config.context; }, true);
+  visit("document-end", [](auto& config) -> auto& { return config.document_end; }, true);
   visit("batch", [](auto& config) -> auto& { return config.batch; }, true);
   visit("seed", [](auto& config) -> auto& { return config.seed; }, true);
   visit("steps", [](auto& config) -> auto& { return config.steps; }, false);

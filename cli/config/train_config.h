@@ -17,7 +17,8 @@ struct TrainConfig {
   ModelDims model;
   std::string from; // a Hugging Face folder with the first weights; empty: random ones
   int64_t context = 128;
-  int64_t batch = 32; // rows of all ranks together
+  std::string document_end = "none"; // attention does not cross this token: a number, or "eos"
+  int64_t batch = 32;                // rows of all ranks together
   int64_t steps = 200;
   int64_t seed = 1;
 

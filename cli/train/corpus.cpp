@@ -354,6 +354,7 @@ torch::Tensor Corpus::train_rows(const BatchOf& batch, int64_t first, int64_t co
     }
     read_part(Part::train, start, context + 1, rows[row].data_ptr<int64_t>());
   }
+  mark_documents(rows);
   return rows;
 }
 
@@ -366,7 +367,15 @@ torch::Tensor Corpus::held_out_rows(
                                 : last_start * (first + row) / std::max<int64_t>(1, total - 1);
     read_part(Part::held_out, start, context + 1, rows[row].data_ptr<int64_t>());
   }
+  mark_documents(rows);
   return rows;
+}
+
+void Corpus::mark_documents(torch::Tensor& rows) const {
+  if (separator_) {
+    const auto ends = rows.narrow(1, 0, rows.size(1) - 1).eq(*separator_);
+    rows.narrow(1, 1, rows.size(1) - 1).bitwise_or_(ends.to(torch::kLong) * (kBegins | kIsGiven));
+  }
 }
 
 int64_t Corpus::num_rows(int64_t context) const {
@@ -381,6 +390,7 @@ torch::Tensor Corpus::rows_of_all(int64_t first, int64_t count, int64_t context)
     source_->read(
         start, std::min(context + 1, source_->size() - start), rows[row].data_ptr<int64_t>());
   }
+  mark_documents(rows);
   return rows;
 }
 

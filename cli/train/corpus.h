@@ -86,9 +86,14 @@ class Corpus {
   /// Throws ConfigError if there is too little text for rows of `context` tokens.
   void check_context(int64_t context) const;
 
+  /// From now on, what comes behind this token begins another document: it carries `kBegins`, and
+  /// `kIsGiven`, because nothing in its document comes before it. Not for examples.
+  void separate_documents(int64_t end) {
+    separator_ = end;
+  }
   /// Whether tokens carry flags; see `kIsGiven`.
   bool has_flags() const {
-    return row_ > 0;
+    return row_ > 0 || separator_.has_value();
   }
 
   /// Rows [first, first + count) of a batch, as int64 of shape (count, context + 1). They depend
@@ -118,6 +123,8 @@ class Corpus {
   int64_t size_of(Part part) const {
     return part == Part::train ? num_train() : num_held_out();
   }
+  /// Sets the flags of tokens that begin a document inside of a row.
+  void mark_documents(torch::Tensor& rows) const;
   /// Copies tokens [start, start + count) of a part.
   void read_part(Part part, int64_t start, int64_t count, int64_t* out) const;
   /// Calls `visit(tokens)` with stretches of a part, up to `most` tokens that are spread over it.
@@ -134,6 +141,7 @@ class Corpus {
   std::shared_ptr<const TokenSource> source_;
   bool is_bytes_ = false;
   int64_t row_ = 0;
+  std::optional<int64_t> separator_;
   int64_t block_ = 1;           // tokens
   int64_t held_out_every_ = 20; // blocks
   int64_t num_held_out_ = 0;

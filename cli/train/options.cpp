@@ -96,6 +96,8 @@ void add_training_options(CLI::App& command, TrainOptions& options) {
   add("--data", options.identity.data,
       "File or folder of text, or files of tokens: .bin or .npy, or a pattern for several "
       "[LibTorch's C++ headers]");
+  add("--document-end", config.document_end,
+      "Attention does not cross this token: its number, or eos for the eos_token of --from");
   add("--token-dtype", options.token_dtype,
       "What a .bin file without a header holds: uint16, uint32 or auto, which means uint32 if "
       "--vocab does not fit into 16 bits")

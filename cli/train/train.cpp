@@ -218,6 +218,26 @@ int train_rank(
   return trainer.stop() == 0 ? 0 : 128 + trainer.stop();
 }
 
+/// The token of --document-end.
+int64_t document_end(const TrainConfig& config) {
+  const auto& text = config.document_end;
+  if (text == "eos") {
+    check_config(
+        !config.from.empty(), "--document-end eos: only a model of --from has an eos_token");
+    const auto token = end_token(Tokenizer::read(config.from), config.from);
+    check_config(
+        token.has_value(), "--document-end eos: tokenizer_config.json of ", config.from,
+        " names no eos_token of the tokenizer; give its number");
+    return *token;
+  }
+  char* end = nullptr;
+  const auto token = std::strtoll(text.c_str(), &end, 10);
+  check_config(
+      !text.empty() && *end == 0 && token >= 0 && token < config.model.vocab, "--document-end ",
+      text, ": it must be none, eos or a token below ", config.model.vocab);
+  return token;
+}
+
 /// Reads --data, or the default text.
 Corpus read_corpus(const TrainOptions& options) {
   const auto& [config, data, fingerprint] = options.identity;
@@ -239,6 +259,12 @@ Corpus read_corpus(const TrainOptions& options) {
       !corpus.is_bytes() || config.from.empty() || tokens.vocab == 256, "--from ", config.from,
       " has no tokenizer.json, so a text cannot become the model's tokens; give files of tokens "
       "with --data");
+  if (config.document_end != "none") {
+    check_config(
+        !corpus.has_flags(), "--document-end ", config.document_end, ": attention never crosses ",
+        "the examples of ", data, "; leave it out");
+    corpus.separate_documents(document_end(config));
+  }
   return corpus;
 }
 

@@ -246,5 +246,35 @@ TEST(Examples, AStepIsThatOfEachExampleAlone) {
   }
 }
 
+TEST(Examples, DocumentsOfAStreamAreSeparate) {
+  TrainConfig config;
+  config.model = {.vocab = 256, .dim = 32, .layers = 2, .heads = 4, .kv_heads = 2, .hidden = 48};
+  config.context = 40;
+  config.batch = 6;
+  config.clip = 0;
+  std::string text;
+  for (int i = 0; i < 400; ++i) {
+    text += "line " + std::string(static_cast<size_t>(i % 7), 'x') + "\n";
+  }
+  Corpus corpus(text);
+  corpus.separate_documents('\n');
+  const auto rows = corpus.train_rows({1, 0, 6, 40}, 0, 6);
+  EXPECT_TRUE(rows.bitwise_and(kTokenNumber)
+                  .eq(Corpus(text).train_rows({1, 0, 6, 40}, 0, 6))
+                  .all()
+                  .item<bool>());
+  const auto [loss, norm] = one_by_one(config, rows);
+  for (const MeshShape& mesh : {MeshShape{}, MeshShape{.shard = 2, .tensor = 2}}) {
+    run_ranks(static_cast<int>(mesh.ranks()), [&](int) {
+      auto mine = config;
+      mine.mesh = mesh;
+      Trainer trainer(mine, corpus);
+      const auto result = trainer.step(0);
+      EXPECT_NEAR(result.loss, loss, 1e-5);
+      EXPECT_NEAR(result.grad_norm, norm, 1e-4 * norm);
+    });
+  }
+}
+
 } // namespace
 } // namespace fsdp::cli
