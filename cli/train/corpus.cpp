@@ -21,6 +21,7 @@
 #include "cli/hash.h"
 #include "cli/report/report.h"
 #include "cli/text/examples.h"
+#include "cli/train/packing.h"
 
 namespace fsdp::cli {
 
@@ -109,49 +110,19 @@ Corpus read_texts(
   return Corpus(std::make_shared<TokenList>(std::move(all)), name, num_files);
 }
 
-/// Puts examples into rows, as many into each as fit, in their order. What is left of a row is
-/// padding.
-Corpus pack_examples(const std::string& path, const TokensOf& tokens) {
+Corpus read_packed(const std::string& path, const TokensOf& tokens) {
   check_config(
       tokens.tokenizer.has_value(), "--data: ", path,
       " holds examples, for which a tokenizer is needed; give a model with --from");
   const auto examples = read_examples(*tokens.tokenizer, path, tokens.documents.end);
-  const auto row = static_cast<size_t>(tokens.context) + 1;
-  std::vector<int32_t> all;
-  const Example* longest = nullptr;
-  int64_t too_long = 0;
-  const auto fill_row = [&] {
-    const auto begins = static_cast<int32_t>(kBegins); // padding sees padding only
-    for (auto flags = begins; all.size() % row != 0; flags = 0) {
-      all.push_back(flags | static_cast<int32_t>(kIsGiven));
-    }
-  };
   for (const auto& example : examples) {
-    if (example.tokens.size() > row) {
-      ++too_long;
-      longest = longest && longest->tokens.size() >= example.tokens.size() ? longest : &example;
-      continue;
-    }
-    if (all.size() % row + example.tokens.size() > row) {
-      fill_row();
-    }
-    for (size_t i = 0; i < example.tokens.size(); ++i) {
-      const auto token = checked_token(example.tokens[i], path, tokens);
-      const auto flags = (i == 0 ? kBegins : 0) | (example.learned[i] ? 0 : kIsGiven);
-      all.push_back(static_cast<int32_t>(token | flags));
+    for (const auto token : example.tokens) {
+      checked_token(token, path, tokens);
     }
   }
-  check_config(
-      too_long == 0, "--data: ", path, ": ", too_long, " of ", examples.size(),
-      " examples do not fit into --context ", tokens.context, "; the longest, in line ",
-      longest ? longest->line : 0, ", has ", longest ? longest->tokens.size() : 0, " tokens");
-  fill_row();
-  check_config(
-      all.size() >= 2 * row, "--data: ", path, " fills only one row of --context ", tokens.context,
-      ", and one row more is needed to be held out; give more examples, or a smaller --context");
   return Corpus(
-      std::make_shared<TokenList>(std::move(all)), path, /*num_files=*/1,
-      static_cast<int64_t>(row));
+      std::make_shared<TokenList>(pack_examples(examples, path, tokens.context)), path,
+      /*num_files=*/1, /*row=*/tokens.context + 1);
 }
 
 /// The include folder next to the lib folder of the loaded LibTorch. Empty if it is not known.
@@ -234,7 +205,7 @@ Corpus Corpus::read(const std::string& path, const TokensOf& tokens) {
   }
   check_config(is_file(path), "--data: ", path, " is neither a file nor a folder");
   return is_token_file(path)    ? open_tokens({path})
-         : holds_examples(path) ? pack_examples(path, tokens)
+         : holds_examples(path) ? read_packed(path, tokens)
                                 : read_texts({path}, path, tokens);
 }
 
@@ -323,6 +294,9 @@ std::string Corpus::fingerprint() const {
 
 void Corpus::check_context(int64_t context) const {
   const auto least = std::min(num_train(), num_held_out());
+  check_config(
+      row_ == 0 || least > 0, "--data: ", name_, " fills only one row of --context ", context,
+      ", and one more is needed, to be held out; give more examples, or a smaller --context");
   check_config(
       least > 1, "--data: ", name_, " is too short: it has ", source_->size(), " ", unit(),
       ", and --context ", context, " needs about ", held_out_every_ * (context + 1));
