@@ -8,6 +8,7 @@
 #include <cmath>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include <nlohmann/json.hpp>
@@ -31,30 +32,39 @@ struct EvalOptions {
   std::string tokenizer;
   std::string field = "text";
   std::string mesh;
-  int64_t ranks = 1;
-  int64_t context = 0;
+  std::optional<int64_t> ranks;
+  std::optional<int64_t> context;
+  std::string token_dtype = "auto";
   int64_t batch = 4; // rows of each rank at once
   std::string dtype = "fp32";
   std::string device = "cpu";
   bool json = false;
 };
 
-/// Sums over all tokens that were told.
-struct Told {
+/// Sums over all tokens that were predicted.
+struct Sums {
   double loss = 0; // in nats
   int64_t tokens = 0;
-  int64_t bytes = 0; // of text; tokens that only a tokenizer adds have none
+  int64_t bytes = 0; // of text; special tokens have none
 };
 
 /// Reads the text as the model knows it.
 Corpus read_corpus(const EvalOptions& options, const LanguageModel& language) {
-  TokensOf tokens{.vocab = language.dims.vocab, .context = options.context};
-  tokens.raw = tokens.vocab > (1 << 16) ? TokenType::uint32 : TokenType::uint16;
+  TokensOf tokens{
+      .vocab = language.dims.vocab,
+      .raw = raw_type(options.token_dtype, language.dims.vocab),
+      .context = *options.context};
   if (language.tokenizer && Corpus::is_text(options.data)) {
     tokens.tokenizer = language.tokenizer;
     tokens.documents = {.about = "--data: ", .field = options.field, .end = language.end};
   }
-  return Corpus::read(options.data, tokens);
+  auto corpus = Corpus::read(options.data, tokens);
+  check_config(
+      !corpus.is_bytes() || options.tokenizer == "bytes" || tokens.vocab == 256,
+      "--data: the model has ", tokens.vocab,
+      " tokens, and no tokenizer is known that makes them from text; --tokenizer names a folder "
+      "with one, or bytes");
+  return corpus;
 }
 
 /// The bytes of each token. Empty if that is not known.
@@ -67,7 +77,7 @@ std::vector<int64_t> token_sizes(const LanguageModel& language, const Corpus& co
     return {};
   }
   for (int64_t token = 0; token < language.dims.vocab; ++token) {
-    if (language.tokenizer->has(token) && !language.tokenizer->is_added(token)) {
+    if (language.tokenizer->has(token) && !language.tokenizer->is_special(token)) {
       sizes[static_cast<size_t>(token)] = std::ssize(language.tokenizer->bytes_of(token));
     }
   }
@@ -75,7 +85,7 @@ std::vector<int64_t> token_sizes(const LanguageModel& language, const Corpus& co
 }
 
 /// Goes through the rows of one rank. Returns the sums over all ranks. Collective.
-Told evaluate_rank(
+Sums evaluate_rank(
     const EvalOptions& options, const LanguageModel& language, const Corpus& corpus) {
   const torch::NoGradGuard no_grad;
   const auto device = pick_device(options.device);
@@ -83,21 +93,24 @@ Told evaluate_rank(
   config.model = language.dims;
   config.param_dtype = options.dtype;
   config.mesh = parse_mesh(options.mesh, get_world_size());
+  config.batch = options.batch * config.mesh->data_ranks();
+  check(config, *config.mesh); // that tp divides the model
   const TrainMesh mesh(*config.mesh, device.type());
   auto model = build_sharded(config, mesh);
   to_empty(model, device);
   language.load(model);
 
   const auto sizes = token_sizes(language, corpus);
-  const auto num_rows = corpus.num_rows(options.context);
+  const auto context = *options.context;
+  const auto num_rows = corpus.num_rows(context);
   const auto at_once = options.batch * mesh.shape.data_ranks();
-  Told mine;
+  Sums mine;
   for (int64_t first = 0; first < num_rows; first += at_once) {
     // Every rank takes part in each round. Beyond the last row there is only padding.
     const auto rows =
-        corpus.rows_of_all(first + mesh.data_rank * options.batch, options.batch, options.context);
+        corpus.rows_of_all(first + mesh.data_rank * options.batch, options.batch, context);
     mine.loss += loss_sum(model, rows.to(device), /*have_flags=*/true).item<double>();
-    const auto targets = rows.narrow(1, 1, options.context).contiguous();
+    const auto targets = rows.narrow(1, 1, context).contiguous();
     for (int64_t i = 0; i < targets.numel(); ++i) {
       const auto token = targets.data_ptr<int64_t>()[i];
       if ((token & kIsGiven) == 0) {
@@ -118,15 +131,15 @@ Told evaluate_rank(
       std::llround(all[2].item<double>())};
 }
 
-void print(const EvalOptions& options, const Told& told, double seconds) {
-  const auto loss = told.loss / static_cast<double>(told.tokens);
-  const bool has_bytes = told.bytes > 0;
-  const auto bits = has_bytes ? told.loss / std::log(2.0) / static_cast<double>(told.bytes) : 0.0;
+void print(const EvalOptions& options, const Sums& sums, double seconds) {
+  const auto loss = sums.loss / static_cast<double>(sums.tokens);
+  const bool has_bytes = sums.bytes > 0;
+  const auto bits = has_bytes ? sums.loss / std::log(2.0) / static_cast<double>(sums.bytes) : 0.0;
   if (options.json) {
     nlohmann::ordered_json json{
-        {"loss", loss}, {"perplexity", std::exp(loss)}, {"tokens", told.tokens}};
+        {"loss", loss}, {"perplexity", std::exp(loss)}, {"tokens", sums.tokens}};
     if (has_bytes) {
-      json["bytes"] = told.bytes;
+      json["bytes"] = sums.bytes;
       json["bits_per_byte"] = bits;
     }
     json["seconds"] = seconds;
@@ -138,46 +151,53 @@ void print(const EvalOptions& options, const Told& told, double seconds) {
       "result", c10::str(
                     "loss ", fixed(loss, 4), ", perplexity ", fixed(std::exp(loss), 2),
                     has_bytes ? ", " + fixed(bits, 4) + " bits per byte" : "", " over ",
-                    plural(told.tokens, "token"), ", ", fixed(seconds, 1), " s"));
+                    plural(sums.tokens, "token"), ", ", fixed(seconds, 1), " s"));
 }
 
 int evaluate(EvalOptions& options) {
-  const auto language = find_language_model(options.checkpoint, options.tokenizer);
-  const auto longest = language.longest;
-  check_config(
-      options.context >= 0 && (longest == 0 || options.context <= longest), "--context ",
-      options.context, ": the model takes between 1 and ", longest, " tokens");
+  const auto language = find_language_model(
+      options.checkpoint, options.tokenizer, /*needed=*/Corpus::is_text(options.data));
   constexpr int64_t kUsualContext = 1024;
-  if (options.context == 0) {
+  const auto longest = language.longest;
+  if (!options.context) {
     options.context = longest == 0 ? kUsualContext : std::min(longest, kUsualContext);
   }
+  check_config(
+      *options.context >= 1 && (longest == 0 || *options.context <= longest), "--context ",
+      *options.context, ": the model takes between 1 and ", longest, " tokens");
   check_config(options.batch >= 1, "--batch ", options.batch, ": it must be 1 or more");
-  check_config(options.ranks >= 1, "--ranks ", options.ranks, ": it must be 1 or more");
+  check_config(
+      options.ranks.value_or(1) >= 1, "--ranks ", options.ranks.value_or(1),
+      ": it must be 1 or more");
+  check_config(
+      options.device == "cpu" || torch::cuda::device_count() > 0,
+      "--device cuda: there is no such device here; see fsdp doctor");
   const auto corpus = read_corpus(options, language);
-  check_config(corpus.num_rows(options.context) > 0, "--data: ", options.data, " is too short");
+  check_config(corpus.num_rows(*options.context) > 0, "--data: ", options.data, " is too short");
   const auto start = std::chrono::steady_clock::now();
   const auto seconds = [&] {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   };
   if (is_launched()) {
+    check_config(!options.ranks, "--ranks: the launcher has started the ranks; leave it out");
     const ScopedProcessGroup joined({.backend = options.device == "cpu" ? "gloo" : ""});
-    const auto told = evaluate_rank(options, language, corpus);
+    const auto sums = evaluate_rank(options, language, corpus);
     if (get_rank() == 0) {
-      print(options, told, seconds());
+      print(options, sums, seconds());
     }
     return 0;
   }
-  Told told;
+  Sums sums;
+  const bool alone = options.mesh.empty() && !options.ranks;
   const auto ranks =
-      parse_mesh(options.mesh, options.mesh.empty() ? std::optional(options.ranks) : std::nullopt)
-          .ranks();
+      parse_mesh(options.mesh, alone ? std::optional<int64_t>(1) : options.ranks).ranks();
   run_ranks(static_cast<int>(ranks), [&](int rank) {
     const auto all = evaluate_rank(options, language, corpus);
     if (rank == 0) {
-      told = all;
+      sums = all;
     }
   });
-  print(options, told, seconds());
+  print(options, sums, seconds());
   return 0;
 }
 
@@ -205,8 +225,11 @@ void add_eval(CLI::App& app, Action& action) {
   add("--field", options->field, "The field of a .jsonl line that holds the text");
   command->add_option(
       "--context", options->context, "Tokens per row [what the model takes, 1024 at most]");
+  add("--token-dtype", options->token_dtype,
+      "What a .bin file without a header holds: uint16, uint32 or auto, as train takes it")
+      ->check(CLI::IsMember({"auto", "uint16", "uint32"}));
   add("--batch", options->batch, "Rows of each rank at once");
-  add("--ranks", options->ranks, "Ranks as threads; with a launcher, leave it out");
+  command->add_option("--ranks", options->ranks, "Ranks as threads [1, or those of --mesh]");
   command->add_option("--mesh", options->mesh, "Axes dp, shard and tp, as train takes them");
   add("--dtype", options->dtype, "Compute in fp32 or bf16")->check(CLI::IsMember({"bf16", "fp32"}));
   add("--device", options->device, "cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));

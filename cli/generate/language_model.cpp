@@ -80,7 +80,8 @@ torch::Tensor LanguageModel::meaningless() const {
   return result;
 }
 
-LanguageModel find_language_model(const std::string& path, const std::string& tokenizer) {
+LanguageModel find_language_model(
+    const std::string& path, const std::string& tokenizer, bool needed) {
   LanguageModel result;
   std::string folder; // whose tokens the model has
   if (is_hf_folder(path)) {
@@ -105,11 +106,17 @@ LanguageModel find_language_model(const std::string& path, const std::string& to
                                                  !Tokenizer::is_in(folder));
   folder = tokenizer.empty() ? folder : tokenizer;
   if (!folder.empty() && !of_bytes) {
-    check_config(
-        Tokenizer::is_in(folder), "there is no tokenizer.json in ", folder,
-        "; --tokenizer names a folder that has it, or bytes");
-    result.tokenizer = Tokenizer::read(folder);
-    result.end = end_token(*result.tokenizer, folder);
+    try {
+      check_config(
+          Tokenizer::is_in(folder), "there is no tokenizer.json in ", folder,
+          "; --tokenizer names a folder that has it, or bytes");
+      result.tokenizer = Tokenizer::read(folder);
+      result.end = end_token(*result.tokenizer, folder);
+    } catch (const ConfigError&) {
+      if (needed) {
+        throw;
+      }
+    }
   }
   return result;
 }

@@ -36,8 +36,9 @@ struct LanguageModel {
 
 /// Finds a Hugging Face folder, a run's folder or a checkpoint. `tokenizer`: a folder with a
 /// tokenizer.json, or "bytes"; empty: that of the model. Throws ConfigError that names --checkpoint
-/// if there is no model.
-LanguageModel find_language_model(const std::string& path, const std::string& tokenizer);
+/// if there is no model, and if its tokenizer cannot be read, unless that is not `needed`.
+LanguageModel find_language_model(
+    const std::string& path, const std::string& tokenizer, bool needed = true);
 
 /// The whole model on the CPU, with its weights. Needs a process group.
 Transformer load_whole(const LanguageModel& language, c10::ScalarType dtype);

@@ -1,5 +1,6 @@
 #include "cli/text/examples.h"
 
+#include <algorithm>
 #include <string_view>
 
 #include <nlohmann/json.hpp>
@@ -52,6 +53,10 @@ class ExampleMaker {
 
   Example make(const Json& json) const {
     check_config(json.is_object(), "is not an object");
+    check_config(!json.contains("tools"), "has \"tools\", which are not supported");
+    check_config(
+        !json.contains("messages") || !json.contains("prompt"),
+        "has both \"messages\" and \"prompt\"");
     Example example;
     add(example, tokenizer_.prefix(), /*learned=*/false);
     if (json.contains("messages")) {
@@ -67,7 +72,10 @@ class ExampleMaker {
       add(example, tokenizer_.encode(json.at("completion").get<std::string>()), /*learned=*/true);
       add(example, {*end_}, /*learned=*/true);
     }
-    example.learned.front() = false; // there is nothing from which it could be told
+    example.learned.front() = false; // nothing comes before it
+    check_config(
+        std::find(example.learned.begin(), example.learned.end(), true) != example.learned.end(),
+        "has nothing to learn");
     return example;
   }
 
@@ -78,7 +86,7 @@ class ExampleMaker {
         "is a conversation, but the tokenizer has neither <|im_start|> and <|im_end|> nor "
         "<|start_header_id|> and <|eot_id|>");
     check_config(messages.is_array() && !messages.empty(), "has no messages");
-    bool answers = false;
+    std::string given; // since the last answer
     for (const auto& message : messages) {
       check_config(
           message.is_object() && message.contains("role") && message.contains("content") &&
@@ -94,14 +102,18 @@ class ExampleMaker {
       check_config(
           role == "system" || role == "user" || role == "assistant", "has the role \"", role,
           "\"; the roles are system, user and assistant");
-      const bool learned = role == "assistant";
-      const auto said = form_->trims ? trimmed(content) : content;
-      add(example, tokenizer_.encode(form_->before_role + role + form_->behind_role), false);
-      add(example, tokenizer_.encode(said + form_->end), learned);
-      add(example, tokenizer_.encode(form_->behind_end), false);
-      answers |= learned;
+      const auto said = (form_->trims ? trimmed(content) : content) + form_->end;
+      given += form_->before_role + role + form_->behind_role;
+      if (role == "assistant") {
+        add(example, tokenizer_.encode(given), /*learned=*/false);
+        add(example, tokenizer_.encode(said), /*learned=*/true);
+        given.clear();
+      } else {
+        given += said;
+      }
+      given += form_->behind_end;
     }
-    check_config(answers, "has no message of the assistant, so there is nothing to learn");
+    add(example, tokenizer_.encode(given), /*learned=*/false);
   }
 
   static void add(Example& example, const std::vector<int64_t>& tokens, bool learned) {
@@ -136,7 +148,7 @@ bool holds_examples(const std::string& path) {
   bool result = false;
   for_each_line(file.text(), [&](std::string_view line, int64_t) {
     const auto json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
-    result = json.is_object() &&
+    result = json.is_object() && !json.contains("text") &&
              (json.contains("messages") || json.contains("prompt") || json.contains("completion"));
     return false;
   });

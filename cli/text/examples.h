@@ -16,7 +16,7 @@ struct Example {
   int64_t line = 0;          // of the file; 1 is the first
 };
 
-/// Whether a file is .jsonl whose first line is an example, not a document.
+/// Whether a file is .jsonl whose first line is an example, not a document with a "text".
 bool holds_examples(const std::string& path);
 
 /// Reads the examples of a .jsonl file, one per line:

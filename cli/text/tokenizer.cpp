@@ -83,9 +83,8 @@ bool Tokenizer::has(int64_t token) const {
   return token >= 0 && token < vocab() && !parts_->bytes[static_cast<size_t>(token)].empty();
 }
 
-bool Tokenizer::is_added(int64_t token) const {
-  const auto found = parts_->added.find(bytes_of(token));
-  return found != parts_->added.end() && found->second == token;
+bool Tokenizer::is_special(int64_t token) const {
+  return parts_->special.contains(token);
 }
 
 std::optional<int64_t> Tokenizer::find(std::string_view bytes) const {

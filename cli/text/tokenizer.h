@@ -34,8 +34,8 @@ class Tokenizer {
   const std::string& bytes_of(int64_t token) const;
   /// Whether there is such a token.
   bool has(int64_t token) const;
-  /// Whether it is an added token, which is no part of ordinary text.
-  bool is_added(int64_t token) const;
+  /// Whether it is a special token, which is no part of ordinary text.
+  bool is_special(int64_t token) const;
   /// The token that stands for these bytes, if there is one. Added tokens come first.
   std::optional<int64_t> find(std::string_view bytes) const;
   /// Cuts a text at line ends, into parts of about `size` bytes. The tokens of the parts, one after

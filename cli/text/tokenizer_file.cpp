@@ -201,6 +201,9 @@ class Reader {
     const auto token = checked_token(json.at("id"), text);
     parts_.set_bytes(token, text);
     parts_.added[text] = token;
+    if (json.value("special", false)) {
+      parts_.special.insert(token);
+    }
     parts_.can_cut = parts_.can_cut && text.find('\n') == std::string::npos;
     if (json.value("normalized", true)) {
       parts_.normalized.add(parts_.composes ? composed(text) : text, token);

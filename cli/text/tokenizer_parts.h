@@ -71,6 +71,7 @@ struct Tokenizer::Parts {
   std::vector<std::string> bytes; // of each token; empty: there is no such token
   TokenOf tokens;                 // of the vocabulary
   TokenOf added;                  // by their text
+  std::set<int64_t> special;      // of the added ones
   bool whole_words = false;       // a word in the vocabulary is one token, whatever merges say
   AddedTokens raw;                // are found before the text is normalized
   AddedTokens normalized;         // are found afterwards

@@ -392,6 +392,9 @@ std::vector<double> Corpus::count_tokens(Part part) const {
   std::vector<double> counts(256);
   sample(part, is_bytes() ? size_of(part) : kSampledTokens, [&](const auto& tokens) {
     for (const auto token : tokens) {
+      if ((token & kIsGiven) != 0) { // of examples
+        continue;
+      }
       const auto number = static_cast<size_t>(token & kTokenNumber);
       counts.resize(std::max(counts.size(), number + 1));
       ++counts[number];

@@ -94,7 +94,8 @@ void add_training_options(CLI::App& command, TrainOptions& options) {
   add("--batch", config.batch, "Rows per update, of all ranks together");
   add("--context", config.context, "Tokens per row");
   add("--data", options.identity.data,
-      "File or folder of text, or files of tokens: .bin or .npy, or a pattern for several "
+      "File or folder of text, a .jsonl file of examples, or files of tokens: .bin or .npy, or a "
+      "pattern for several "
       "[LibTorch's C++ headers]");
   add("--document-end", config.document_end,
       "Attention does not cross this token: its number, or eos for the eos_token of --from");

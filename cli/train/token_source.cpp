@@ -232,6 +232,11 @@ void TextSource::read(int64_t start, int64_t count, int64_t* out) const {
   }
 }
 
+TokenType raw_type(const std::string& name, int64_t vocab) {
+  const bool wide = name == "auto" ? vocab > (1 << 16) : name == "uint32";
+  return wide ? TokenType::uint32 : TokenType::uint16;
+}
+
 bool is_token_file(const std::string& path) {
   return path.ends_with(".bin") || path.ends_with(".npy");
 }

@@ -54,6 +54,10 @@ class TokenList : public TokenSource {
 /// How a file stores a token.
 enum class TokenType : std::uint8_t { uint8, uint16, uint32, int32, int64 };
 
+/// What --token-dtype means: "uint16", "uint32", or "auto", which is uint32 for a vocabulary that
+/// 16 bits cannot hold.
+TokenType raw_type(const std::string& name, int64_t vocab);
+
 /// Returns true for the name of a file of tokens: .bin or .npy.
 bool is_token_file(const std::string& path);
 

@@ -241,24 +241,24 @@ int64_t document_end(const TrainConfig& config) {
 /// Reads --data, or the default text.
 Corpus read_corpus(const TrainOptions& options) {
   const auto& [config, data, fingerprint] = options.identity;
-  TokensOf tokens{.vocab = config.model.vocab, .context = config.context};
-  // A vocabulary that 16 bits cannot hold needs 32.
-  const bool wide =
-      options.token_dtype == "auto" ? tokens.vocab > (1 << 16) : options.token_dtype == "uint32";
-  tokens.raw = wide ? TokenType::uint32 : TokenType::uint16;
+  TokensOf tokens{
+      .vocab = config.model.vocab,
+      .raw = raw_type(options.token_dtype, config.model.vocab),
+      .context = config.context};
   if (Corpus::is_text(data) && !config.from.empty() && Tokenizer::is_in(config.from)) {
     tokens.tokenizer = Tokenizer::read(config.from);
     tokens.documents = {.about = "--data: ", .end = end_token(*tokens.tokenizer, config.from)};
-    check_config(
-        tokens.documents.end.has_value(), "--from: tokenizer_config.json of ", config.from,
-        " names no eos_token of the tokenizer, which belongs behind each document; make a file of "
-        "tokens by fsdp tokenize --end");
   }
   auto corpus = data.empty() ? Corpus::libtorch_headers(tokens) : Corpus::read(data, tokens);
   check_config(
       !corpus.is_bytes() || config.from.empty() || tokens.vocab == 256, "--from ", config.from,
       " has no tokenizer.json, so a text cannot become the model's tokens; give files of tokens "
       "with --data");
+  check_config(
+      !tokens.tokenizer || tokens.documents.end || corpus.has_flags(),
+      "--from: tokenizer_config.json of ", config.from,
+      " names no eos_token of the tokenizer, which belongs behind each document; make a file of "
+      "tokens by fsdp tokenize --end");
   if (config.document_end != "none") {
     check_config(
         !corpus.has_flags(), "--document-end ", config.document_end, ": attention never crosses ",

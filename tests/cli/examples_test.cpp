@@ -94,9 +94,7 @@ TEST(Examples, BadLinesAreNamed) {
   refused("{\"prompt\": 1, \"completion\": \"b\"}", "cannot be read: ");
   refused("{\"messages\": []}", "has no messages");
   refused("{\"messages\": [\"a\"]}", "has a message without the texts \"role\" and \"content\"");
-  refused(
-      "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}",
-      "has no message of the assistant");
+  refused("{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}", "has nothing to learn");
   refused("{\"messages\": [{\"role\": \"tool\", \"content\": \"a\"}]}", "has the role \"tool\"");
   refused(
       "{\"messages\": [{\"role\": \"user\", \"content\": \"a\", \"name\": \"b\"}]}",

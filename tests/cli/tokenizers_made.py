@@ -150,6 +150,7 @@ LLAMA3_CHAT = """{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' 
 CHATS = [
     [("user", "Hello!"), ("assistant", "Hi, how are you?")],
     [("system", "Be brief."), ("user", "1 + 1?\n\nThink."), ("assistant", "2"), ("user", "Why?"), ("assistant", "é\n")],
+    [("user", "\n\nHi\n"), ("system", " now"), ("assistant", "\u3042")],
     [("assistant", "I begin.\n\n  def f():\n    pass "), ("user", "")],
 ]
 
