@@ -160,11 +160,11 @@ int evaluate(EvalOptions& options) {
   constexpr int64_t kUsualContext = 1024;
   const auto longest = language.longest;
   if (!options.context) {
-    options.context = longest == 0 ? kUsualContext : std::min(longest, kUsualContext);
+    options.context = std::min(longest, kUsualContext);
   }
   check_config(
-      *options.context >= 1 && (longest == 0 || *options.context <= longest), "--context ",
-      *options.context, ": the model takes between 1 and ", longest, " tokens");
+      *options.context >= 1 && *options.context <= longest, "--context ", *options.context,
+      ": the model takes between 1 and ", longest, " tokens");
   check_config(options.batch >= 1, "--batch ", options.batch, ": it must be 1 or more");
   check_config(
       options.ranks.value_or(1) >= 1, "--ranks ", options.ranks.value_or(1),

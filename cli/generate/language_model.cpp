@@ -20,6 +20,9 @@ namespace {
 
 using Json = nlohmann::json;
 
+/// Of a model whose config.json names no longest row.
+constexpr int64_t kAnyLength = 1 << 30;
+
 Json read_json(const std::string& path) {
   const auto text = read_file(path);
   const auto json = Json::parse(text.value_or("{}"), nullptr, /*allow_exceptions=*/false);
@@ -88,7 +91,7 @@ LanguageModel find_language_model(
     const auto config = read_hf_config(path);
     check_weight_files(path);
     result.dims = config.dims;
-    result.longest = config.longest;
+    result.longest = config.longest > 0 ? config.longest : kAnyLength;
     result.folder = path;
     folder = path;
   } else {

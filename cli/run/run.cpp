@@ -341,7 +341,7 @@ class Launcher {
 /// Throws ConfigError if this process may not open enough files for its ranks. The store would fail
 /// in words of its own, or try again for ever.
 void check_open_files(int num_ranks) {
-  const auto needed = static_cast<rlim_t>(32 + 6 * num_ranks); // pipes, sockets, the store's own
+  const auto needed = 32 + 6 * static_cast<rlim_t>(num_ranks); // pipes, sockets, the store's own
   rlimit limit{};
   getrlimit(RLIMIT_NOFILE, &limit);
   check_config(

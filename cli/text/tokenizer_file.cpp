@@ -1,6 +1,7 @@
 // Reads tokenizer.json.
 #include <cerrno>
 #include <cstring>
+#include <set>
 
 #include <nlohmann/json.hpp>
 
@@ -93,10 +94,10 @@ class Reader {
 
   /// Throws unless the field is missing, null, false, 0 or empty.
   static void check_unset(const Json& json, const char* where, const char* field) {
-    const auto value = json.value(field, Json());
-    const bool unset =
-        value.is_null() || value == false || value == 0 || value == "" || value == Json::array();
-    check_config(unset, where, ": ", field, " is ", value.dump(), ", which is not supported");
+    static const std::set<std::string> kUnset{"null", "false", "0", "0.0", "\"\"", "[]"};
+    const auto value = json.value(field, Json()).dump();
+    check_config(
+        kUnset.contains(value), where, ": ", field, " is ", value, ", which is not supported");
   }
 
   void read_normalizer(const Json& json) {

@@ -40,7 +40,7 @@ TokenLayout checked(const MappedFile& file, const TokenLayout& layout, const cha
 
 constexpr int32_t kLlmcGpt2 = 20240520;   // uint16
 constexpr int32_t kLlmcLlama3 = 20240801; // uint32
-constexpr int64_t kLlmcHeader = 256 * 4;  // bytes
+constexpr int64_t kLlmcHeader = 1024;     // bytes
 
 /// llm.c: 256 numbers of 4 bytes, of which the first is a mark and the third the number of tokens.
 TokenLayout llmc_layout(const MappedFile& file) {
