@@ -1,4 +1,4 @@
-// `fsdp eval`: how well a trained model tells a text.
+// `fsdp eval`: how well a trained model predicts a text.
 #include <fsdp/distributed.h>
 #include <fsdp/launch.h>
 #include <fsdp/meta_init.h>
@@ -204,7 +204,7 @@ int evaluate(EvalOptions& options) {
 } // namespace
 
 void add_eval(CLI::App& app, Action& action) {
-  auto* command = app.add_subcommand("eval", "Measure how well a trained model tells a text");
+  auto* command = app.add_subcommand("eval", "Measure how well a trained model predicts a text");
   command->option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   auto options = std::make_shared<EvalOptions>();
   const auto add = [&](const char* name, auto& value, const char* help) {

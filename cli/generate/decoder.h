@@ -21,9 +21,6 @@ class Decoder {
   int64_t length() const {
     return length_;
   }
-  int64_t most() const {
-    return most_;
-  }
   /// Forgets all tokens.
   void clear() {
     length_ = 0;

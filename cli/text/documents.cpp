@@ -11,6 +11,7 @@
 #include "cli/check.h"
 #include "cli/files.h"
 #include "cli/mapped_file.h"
+#include "cli/text/lines.h"
 #include "cli/text/splitter.h"
 
 namespace fsdp::cli {
@@ -90,14 +91,10 @@ class FileTokens {
  private:
   void tokenize(Work& work) const {
     if (of_lines_) {
-      auto rest = work.text;
-      while (!rest.empty()) {
-        const auto line = rest.substr(0, rest.find('\n'));
-        rest.remove_prefix(std::min(rest.size(), line.size() + 1));
-        if (line.find_first_not_of(" \t\r") != std::string_view::npos) {
-          add_line(work, line);
-        }
-      }
+      for_each_line(work.text, [&](std::string_view line, int64_t) {
+        add_line(work, line);
+        return true;
+      });
       return;
     }
     const auto bad = first_not_utf8(work.text);

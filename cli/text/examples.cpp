@@ -7,6 +7,7 @@
 
 #include "cli/check.h"
 #include "cli/mapped_file.h"
+#include "cli/text/lines.h"
 
 namespace fsdp::cli {
 
@@ -125,18 +126,6 @@ class ExampleMaker {
   const std::optional<int64_t> end_;
   const ChatForm* form_;
 };
-
-/// Calls `visit(line, number)` for each line that is not empty, until it returns false.
-template <class Visit>
-void for_each_line(std::string_view text, const Visit& visit) {
-  for (int64_t number = 1; !text.empty(); ++number) {
-    const auto line = text.substr(0, text.find('\n'));
-    text.remove_prefix(std::min(text.size(), line.size() + 1));
-    if (line.find_first_not_of(" \t\r") != std::string_view::npos && !visit(line, number)) {
-      return;
-    }
-  }
-}
 
 } // namespace
 

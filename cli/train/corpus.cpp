@@ -69,19 +69,6 @@ std::string read_text(const std::string& path) {
   return std::move(*text);
 }
 
-/// All text files below a folder: those that are not empty and have no zero byte.
-std::vector<std::string> text_files_below(const std::string& folder) {
-  auto files = files_below(folder);
-  std::erase_if(files, [](const auto& path) {
-    const auto text = read_text(path);
-    return text.empty() || text.find('\0') != std::string::npos;
-  });
-  check_config(
-      !files.empty(), "--data: there is no text in ", folder, "; for files of tokens: --data '",
-      folder, "/*.bin'");
-  return files;
-}
-
 /// Throws ConfigError if the model does not have the token.
 int64_t checked_token(int64_t token, const std::string& name, const TokensOf& tokens) {
   check_config(
@@ -90,16 +77,9 @@ int64_t checked_token(int64_t token, const std::string& name, const TokensOf& to
   return token;
 }
 
-Corpus read_texts(
+/// The tokens of text files, each of which is a document or holds documents.
+Corpus tokenize_files(
     const std::vector<std::string>& files, const std::string& name, const TokensOf& tokens) {
-  const auto num_files = static_cast<int64_t>(files.size());
-  if (!tokens.tokenizer) {
-    std::string text;
-    for (const auto& file : files) {
-      text += read_text(file);
-    }
-    return Corpus(std::move(text), name, num_files);
-  }
   std::vector<int32_t> all;
   tokenize_documents(
       *tokens.tokenizer, files, tokens.documents, [&](const std::vector<int64_t>& more) {
@@ -107,7 +87,26 @@ Corpus read_texts(
           all.push_back(static_cast<int32_t>(checked_token(token, name, tokens)));
         }
       });
-  return Corpus(std::make_shared<TokenList>(std::move(all)), name, num_files);
+  return Corpus(
+      std::make_shared<TokenList>(std::move(all)), name, static_cast<int64_t>(files.size()));
+}
+
+/// All text below a folder: the files that are not empty and have no zero byte.
+Corpus read_folder(const std::string& folder, const std::string& name, const TokensOf& tokens) {
+  std::string text;
+  std::vector<std::string> files;
+  for (const auto& path : files_below(folder)) {
+    const auto more = read_text(path);
+    if (!more.empty() && more.find('\0') == std::string::npos) {
+      files.push_back(path);
+      text += tokens.tokenizer ? "" : more;
+    }
+  }
+  check_config(
+      !files.empty(), "--data: there is no text in ", folder, "; for files of tokens: --data '",
+      folder, "/*.bin'");
+  return tokens.tokenizer ? tokenize_files(files, name, tokens)
+                          : Corpus(std::move(text), name, static_cast<int64_t>(files.size()));
 }
 
 Corpus read_packed(const std::string& path, const TokensOf& tokens) {
@@ -201,18 +200,19 @@ Corpus Corpus::read(const std::string& path, const TokensOf& tokens) {
   }
   check_config(access(path.c_str(), F_OK) == 0, "--data: there is no file or folder ", path);
   if (is_folder(path)) {
-    return read_texts(text_files_below(path), path, tokens);
+    return read_folder(path, path, tokens);
   }
   check_config(is_file(path), "--data: ", path, " is neither a file nor a folder");
   return is_token_file(path)    ? open_tokens({path})
          : holds_examples(path) ? read_packed(path, tokens)
-                                : read_texts({path}, path, tokens);
+         : tokens.tokenizer     ? tokenize_files({path}, path, tokens)
+                                : Corpus(read_text(path), path);
 }
 
 Corpus Corpus::libtorch_headers(const TokensOf& tokens) {
   for (const auto& folder : {loaded_headers(), std::string(FSDP_TORCH_INCLUDE)}) {
     if (is_folder(folder + "/ATen")) {
-      return read_texts(text_files_below(folder), "LibTorch's C++ headers", tokens);
+      return read_folder(folder, "LibTorch's C++ headers", tokens);
     }
   }
   throw_config_error(

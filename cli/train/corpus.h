@@ -106,7 +106,7 @@ class Corpus {
   torch::Tensor held_out_rows(int64_t first, int64_t count, int64_t total, int64_t context) const;
 
   /// All tokens, also those that are held out, as rows of `context` tokens and the one behind them:
-  /// each token but the first is told once. The end of the last row is padding that is given.
+  /// each token but the first is predicted once. The end of the last row is padding that is given.
   int64_t num_rows(int64_t context) const;
   torch::Tensor rows_of_all(int64_t first, int64_t count, int64_t context) const;
 

@@ -10,7 +10,7 @@ namespace fsdp::cli {
 
 // A token may carry these flags besides its number, which is below 2^28.
 inline constexpr int64_t kTokenNumber = (int64_t{1} << 28) - 1;
-inline constexpr int64_t kIsGiven = int64_t{1} << 28; // the model need not tell it
+inline constexpr int64_t kIsGiven = int64_t{1} << 28; // the model need not predict it
 /// Attention does not go back from here: a document or an example begins.
 inline constexpr int64_t kBegins = int64_t{1} << 29;
 

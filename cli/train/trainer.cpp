@@ -223,7 +223,7 @@ torch::Tensor Trainer::accumulate(const Rows& rows) {
     const bool is_last = i + 1 == parts.size();
     root.set_requires_gradient_sync(is_last); // reduces gradients only once
     root.set_is_last_backward(is_last);
-    const auto loss = shared_loss(parts[i], rows.num_told);
+    const auto loss = shared_loss(parts[i], rows.num_predicted);
     sum += loss.detach();
     scaler_.scale(loss).backward();
   }
@@ -256,7 +256,7 @@ double Trainer::validation_loss() {
       return corpus_.held_out_rows(batch * config_.batch + first, count, total, config_.context);
     });
     for (const auto& part : rows.mine.tensor_split(config_.accumulate)) { // as in a step
-      loss += shared_loss(part, rows.num_told);
+      loss += shared_loss(part, rows.num_predicted);
     }
     sum += average(loss)[0]; // of each batch, so that a signal is heard after it
   }
@@ -317,13 +317,13 @@ Trainer::Rows Trainer::rows_of(
   }
   // Every rank reads the whole batch, which is small, so that none has to ask the others.
   const auto all = read(0, config_.batch);
-  const auto told = all.narrow(1, 1, config_.context).bitwise_and(kIsGiven).eq(0);
-  return {all.narrow(0, first, count), told.sum().item<int64_t>()};
+  const auto predicted = all.narrow(1, 1, config_.context).bitwise_and(kIsGiven).eq(0);
+  return {all.narrow(0, first, count), predicted.sum().item<int64_t>()};
 }
 
-torch::Tensor Trainer::shared_loss(const torch::Tensor& part, int64_t num_told) {
+torch::Tensor Trainer::shared_loss(const torch::Tensor& part, int64_t num_predicted) {
   return loss_sum(model_, part.to(device_), corpus_.has_flags()) *
-         (static_cast<double>(mesh_.shape.data_ranks()) / static_cast<double>(num_told));
+         (static_cast<double>(mesh_.shape.data_ranks()) / static_cast<double>(num_predicted));
 }
 
 std::vector<double> Trainer::average(const torch::Tensor& values) {

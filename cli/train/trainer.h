@@ -87,13 +87,13 @@ class Trainer {
   /// Rows of a batch.
   struct Rows {
     torch::Tensor mine; // of this rank
-    /// How many tokens of the whole batch the model has to tell.
-    int64_t num_told = 0;
+    /// How many tokens of the whole batch the model has to predict.
+    int64_t num_predicted = 0;
   };
   Rows rows_of(const std::function<torch::Tensor(int64_t first, int64_t count)>& read) const;
   /// The sum of the losses in a part of this rank's rows, in such a share that the average over
   /// the ranks of the sum over all parts is the mean over the whole batch.
-  torch::Tensor shared_loss(const torch::Tensor& part, int64_t num_told);
+  torch::Tensor shared_loss(const torch::Tensor& part, int64_t num_predicted);
   /// Runs forward and backward on all parts of the rows. Returns the sum of their losses.
   torch::Tensor accumulate(const Rows& rows);
   double clip_gradients();
