@@ -91,6 +91,7 @@ Sums evaluate_rank(
   const auto device = pick_device(options.device);
   TrainConfig config;
   config.model = language.dims;
+  config.from = language.folder;
   config.param_dtype = options.dtype;
   config.mesh = parse_mesh(options.mesh, get_world_size());
   config.batch = options.batch * config.mesh->data_ranks();

@@ -1,4 +1,5 @@
-// `fsdp export`: writes the model of a run as a folder that Hugging Face's transformers loads.
+// `fsdp export`: writes the model of a run as a folder that Hugging Face's transformers or peft
+// loads.
 #include <fsdp/checkpoint_tools.h>
 #include <fsdp/error.h>
 #include <sys/stat.h>
@@ -9,6 +10,8 @@
 #include <cstring>
 #include <filesystem>
 #include <iostream>
+#include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -17,6 +20,7 @@
 
 #include "cli/check.h"
 #include "cli/command.h"
+#include "cli/config/adapter_config.h"
 #include "cli/config/hf_config.h"
 #include "cli/files.h"
 #include "cli/train/pretrained.h"
@@ -31,6 +35,7 @@ struct ExportOptions {
   std::string run;
   std::string out;
   std::string dtype;
+  bool merge = false; // the matrices of LoRA into the weights that they belong to
 };
 
 /// Files of a Hugging Face folder that belong to the model and that training does not change.
@@ -93,20 +98,89 @@ std::optional<nlohmann::ordered_json> original_config(const TrainConfig& config)
   return std::nullopt;
 }
 
+/// The matrices of LoRA in a checkpoint, by their names in a Hugging Face folder.
+std::map<std::string, torch::Tensor> read_adapters(const SavedRun& saved) {
+  StateDict state;
+  for (const auto& tensor : inspect_checkpoint(saved.path).tensors) {
+    if (tensor.name.starts_with("model.")) {
+      state.insert(tensor.name, torch::empty(tensor.shape));
+    }
+  }
+  load(state, saved.path);
+  std::map<std::string, torch::Tensor> result;
+  for (const auto& [name, value] : state) {
+    result[name] = std::get<torch::Tensor>(value);
+  }
+  return result;
+}
+
+/// Writes a folder of PEFT.
+ConvertReport write_adapter(
+    const SavedRun& saved, const std::string& dtype, const std::string& folder) {
+  const auto& config = saved.identity.config;
+  const auto report = convert_checkpoint(
+      saved.path, folder,
+      {.max_file_bytes = std::numeric_limits<int64_t>::max(), // PEFT reads one file only
+       .names = adapter_names(),
+       .only = "model\\..*",
+       .dtype = dtype_of(dtype)});
+  std::filesystem::rename(folder + "/model.safetensors", folder + "/adapter_model.safetensors");
+  const AdapterConfig adapter{*Lora::parse(config.model.lora), config.from};
+  write_file(folder + "/adapter_config.json", adapter_config_json(adapter).dump(2) + "\n");
+  return report;
+}
+
+/// Writes the weights of --from with LoRA's matrices added to them, one tensor at a time.
+/// An empty `dtype` leaves theirs as it is.
+ConvertReport write_merged(
+    const SavedRun& saved, const std::string& dtype, const std::string& folder) {
+  const auto& config = saved.identity.config;
+  const auto scale = Lora::parse(config.model.lora)->scale();
+  const auto adapters = read_adapters(saved);
+  const auto merged = [&](const std::string& name, const torch::Tensor& weight) {
+    const auto projection = name.substr(0, name.rfind('.'));
+    const auto a = adapters.find(projection + ".lora_A.weight");
+    if (!name.ends_with(".weight") || a == adapters.end()) {
+      return weight;
+    }
+    const auto& b = adapters.at(projection + ".lora_B.weight");
+    return weight.to(torch::kFloat) + scale * b.matmul(a->second);
+  };
+  ConvertOptions options{.change = merged};
+  if (!dtype.empty()) {
+    options.dtype = dtype_of(dtype);
+  }
+  return convert_checkpoint(config.from, folder, options);
+}
+
 int export_run(const ExportOptions& options) {
   const auto saved = find_saved_run(options.run, "RUN", /*model_only=*/true);
   warn_of_skipped(saved);
+  check_weights(saved);
   const auto& config = saved.identity.config;
-  const auto dtype = options.dtype.empty() ? config.shard_dtype : options.dtype;
+  check_config(
+      config.has_lora() || !options.merge, "--merge: ", saved.path.string(),
+      " is of a run without --lora, so there is nothing to merge");
+  const auto dtype = options.dtype.empty() && !options.merge ? config.shard_dtype : options.dtype;
   NewFolder folder(options.out);
   const auto original = original_config(config);
-  auto json = original.value_or(hf_config_json(config.model, config.context));
-  json.erase("dtype");
-  json["torch_dtype"] = dtype == "bf16" ? "bfloat16" : dtype == "fp16" ? "float16" : "float32";
-  const auto report = convert_checkpoint(
-      saved.path, folder.path(),
-      {.names = hf_names(), .only = "model\\..*", .dtype = dtype_of(dtype)});
-  write_file(folder.path() + "/config.json", json.dump(2) + "\n");
+  const bool is_adapter = config.has_lora() && !options.merge;
+  ConvertReport report;
+  if (is_adapter) {
+    report = write_adapter(saved, dtype, folder.path());
+  } else {
+    report = options.merge
+                 ? write_merged(saved, dtype, folder.path())
+                 : convert_checkpoint(
+                       saved.path, folder.path(),
+                       {.names = hf_names(), .only = "model\\..*", .dtype = dtype_of(dtype)});
+    auto json = original.value_or(hf_config_json(config.model, config.context));
+    if (!dtype.empty()) {
+      json.erase("dtype");
+      json["torch_dtype"] = dtype == "bf16" ? "bfloat16" : dtype == "fp16" ? "float16" : "float32";
+    }
+    write_file(folder.path() + "/config.json", json.dump(2) + "\n");
+  }
   std::vector<std::string> copied;
   for (const auto* name : kCopied) {
     const auto from = config.from + "/" + name;
@@ -123,8 +197,9 @@ int export_run(const ExportOptions& options) {
   screen.labelled(
       "wrote",
       c10::str(
-          printable(options.out), ": config.json, ", plural(report.num_tensors, "tensor"), " in ",
-          dtype, ", ", binary_size(report.bytes), " in ", plural(report.num_files, "file"),
+          printable(options.out), is_adapter ? ": adapter_config.json, " : ": config.json, ",
+          plural(report.num_tensors, "tensor"), dtype.empty() ? "" : " in " + dtype, ", ",
+          binary_size(report.bytes), " in ", plural(report.num_files, "file"),
           copied.empty() ? ""
                          : ", and " + plural(static_cast<int64_t>(copied.size()), "file") + " of " +
                                printable(config.from)));
@@ -143,6 +218,10 @@ void add_export(CLI::App& app, Action& action) {
   command->add_option("out", options->out, "Folder to write")->required();
   command->add_option("--dtype", options->dtype, "bf16, fp16 or fp32 [as the run kept it]")
       ->check(CLI::IsMember({"bf16", "fp16", "fp32"}));
+  command->add_flag(
+      "--merge", options->merge,
+      "Add the matrices of --lora to the weights of --from; else only the matrices are written, "
+      "as an adapter for peft");
   command->callback([options, &action] { action = [options] { return export_run(*options); }; });
 }
 

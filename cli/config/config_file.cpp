@@ -50,7 +50,7 @@ const std::map<std::string, std::set<std::string>> kContradictedOptions{
     {"no-save", {"run", "save-every", "csv", "tensorboard"}},
     {"resume", {"model"}},
     {"mesh", {"ranks"}},
-    {"model", kModelOptions},
+    {"model", with(kModelOptions, "lora")},
     {"from", with(kModelOptions, "model")}};
 
 constexpr int64_t kMostBytes = 1 << 20;

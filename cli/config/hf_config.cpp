@@ -1,14 +1,11 @@
 #include "cli/config/hf_config.h"
 
-#include <fsdp/error.h>
-
 #include <cctype>
 #include <set>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "cli/check.h"
+#include "cli/config/json_fields.h"
 #include "cli/files.h"
 #include "cli/train/rotary.h"
 
@@ -44,67 +41,9 @@ const std::set<std::string> kHarmless{
     "transformers_version",
     "use_cache"};
 
-/// The fields of config.json. Remembers which ones were read.
-class Fields {
- public:
-  Fields(Json json, std::string file) : json_(std::move(json)), file_(std::move(file)) {
-    check_config(json_.is_object(), file_, ": it does not hold an object");
-  }
-
-  /// The value of a field; `otherwise` if the field is missing or null.
-  template <class T>
-  T get(const std::string& key, T otherwise) {
-    read_.insert(key);
-    const auto found = json_.find(key);
-    if (found == json_.end() || found->is_null()) {
-      return otherwise;
-    }
-    try {
-      if (!std::is_same_v<T, int64_t> || found->is_number_integer()) { // 2.9 would become 2
-        return found->template get<T>();
-      }
-    } catch (const Json::exception&) { // below
-    }
-    throw_config_error(file_, ": \"", key, "\" is ", found->dump(), ", which has the wrong type");
-  }
-  bool has(const std::string& key) const {
-    return json_.contains(key);
-  }
-  template <class T>
-  T require(const std::string& key) {
-    const auto found = json_.find(key);
-    check_config(found != json_.end() && !found->is_null(), file_, ": \"", key, "\" is missing");
-    return get<T>(key, {});
-  }
-  /// Throws unless a field that may be left out has the only value that is supported.
-  template <class T>
-  void expect(const std::string& key, const T& only) {
-    const auto value = get<T>(key, only);
-    check_config(
-        value == only, file_, ": \"", key, "\" is ", Json(value).dump(),
-        ", which is not supported; only ", Json(only).dump(), " is");
-  }
-  /// Throws if there is a field that was neither read nor is harmless.
-  void check_all_read() const {
-    for (const auto& [key, value] : json_.items()) {
-      check_config(
-          read_.contains(key) || kHarmless.contains(key) || value.is_null(), file_, ": \"", key,
-          "\": ", value.dump(), " is not known here; remove it if it does not change the model");
-    }
-  }
-  const std::string& file() const {
-    return file_;
-  }
-
- private:
-  Json json_;
-  std::string file_;
-  std::set<std::string> read_;
-};
-
 /// The base and scaling of the rotary positions. Transformers 5 has them in rope_parameters, and
 /// earlier versions in rope_theta and rope_scaling.
-void read_rotary(Fields& fields, int64_t longest, ModelDims& dims) {
+void read_rotary(JsonFields& fields, int64_t longest, ModelDims& dims) {
   dims.rotary_base = fields.get<double>("rope_theta", 10000);
   const auto old = fields.get<Json>("rope_scaling", {});
   const auto parameters = fields.get<Json>("rope_parameters", {});
@@ -114,7 +53,7 @@ void read_rotary(Fields& fields, int64_t longest, ModelDims& dims) {
   if (old.is_null() && parameters.is_null()) {
     return;
   }
-  Fields rope(
+  JsonFields rope(
       old.is_null() ? parameters : old,
       fields.file() + (old.is_null() ? ": rope_parameters" : ": rope_scaling"));
   dims.rotary_base = rope.get<double>("rope_theta", dims.rotary_base);
@@ -136,11 +75,11 @@ void read_rotary(Fields& fields, int64_t longest, ModelDims& dims) {
         "\" is not supported; default, linear and llama3 are");
   }
   rope.expect<double>("partial_rotary_factor", 1);
-  rope.check_all_read();
+  rope.check_all_read(kHarmless);
 }
 
 /// Which blocks attend to the last `sliding_window` tokens only.
-void read_window(Fields& fields, const std::string& family, ModelDims& dims) {
+void read_window(JsonFields& fields, const std::string& family, ModelDims& dims) {
   const bool qwen = family == "qwen2" || family == "qwen3";
   if (qwen || family == "mistral") {   // others have no such field, and refuse it
     constexpr int64_t kMissing = 4096; // null means none
@@ -170,17 +109,10 @@ void read_window(Fields& fields, const std::string& family, ModelDims& dims) {
 HfConfig read_hf_config(const std::string& folder) {
   const auto file = folder + "/config.json";
   check_config(is_folder(folder), "--from: there is no folder ", folder);
-  const auto text = read_file(file);
   check_config(
-      text.has_value(), "--from: ", folder, " has no config.json that can be read; it must be a ",
-      "folder of Hugging Face");
-  Json json;
-  try {
-    json = Json::parse(*text);
-  } catch (const Json::exception& error) {
-    throw_config_error(file, ": it is not JSON: ", error.what());
-  }
-  Fields fields(std::move(json), file);
+      is_file(file), "--from: ", folder,
+      " has no config.json; it must be a folder of Hugging Face");
+  auto fields = JsonFields::read(file);
   const auto family = fields.require<std::string>("model_type");
   const std::set<std::string> known{"gemma", "llama", "mistral", "qwen2", "qwen3"};
   check_config(
@@ -221,7 +153,7 @@ HfConfig read_hf_config(const std::string& folder) {
   fields.expect<double>("attention_dropout", 0);
   fields.expect<bool>("use_bidirectional_attention", false);
   fields.expect<double>("partial_rotary_factor", 1);
-  fields.check_all_read();
+  fields.check_all_read(kHarmless);
   return config;
 }
 

@@ -25,6 +25,7 @@ void for_each_option(Visit visit) {
   visit("window-from", [](auto& config) -> auto& { return config.model.window_from; }, true);
   visit("rotary-scaling", [](auto& config) -> auto& { return config.model.rotary_scaling; }, true);
   visit("gemma", [](auto& config) -> auto& { return config.model.gemma; }, true);
+  visit("lora", [](auto& config) -> auto& { return config.model.lora; }, true);
   visit("from", [](auto& config) -> auto& { return config.from; }, true);
   visit("context", [](auto& config) -> auto& { return config.context; }, true);
   visit("document-end", [](auto& config) -> auto& { return config.document_end; }, true);

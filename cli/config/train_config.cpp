@@ -6,6 +6,7 @@
 #include <map>
 
 #include "cli/check.h"
+#include "cli/train/lora.h"
 #include "cli/train/rotary.h"
 
 namespace fsdp::cli {
@@ -34,6 +35,7 @@ void check_model(const ModelDims& dims) {
   at_least("--window", dims.window, 0);
   at_least("--window-from", dims.window_from, 0);
   (void)RotaryScaling::parse(dims.rotary_scaling);
+  (void)Lora::parse(dims.lora);
   check_config(
       dims.head_size >= 0 && dims.head_size % 2 == 0 && dims.head_size <= kMost, "--head-dim ",
       dims.head_size, ": it must be even, or 0 for --dim divided by --heads");
@@ -79,6 +81,10 @@ void check_optimizer(const TrainConfig& config) {
       !config.is_low_precision() || config.optimizer == "adamw",
       "--shard-dtype and --moments: only --optimizer adamw can round its results; --optimizer ",
       config.optimizer, " needs fp32");
+  check_config(
+      !config.has_lora() || config.optimizer == "adamw",
+      "--lora: use --optimizer adamw; --optimizer ", config.optimizer,
+      " is for whole matrices, not for their factors");
   const auto& added_in = config.reduce_dtype.empty() ? config.param_dtype : config.reduce_dtype;
   check_config(
       !config.sends_bf16() || added_in == "fp32",
@@ -180,6 +186,9 @@ void check(const TrainConfig& config, const MeshShape& mesh, bool allow_uneven) 
       "--send-dtype bf16 is for gradients of shards, and parameters are not sharded; use more "
       "ranks, "
       "or leave it out");
+  check_config(
+      !config.has_lora() || !config.from.empty(), "--lora ", config.model.lora,
+      ": it changes a trained model; give its Hugging Face folder with --from");
   check(config.schedule, config.steps);
   const auto shares = mesh.data_ranks() * config.accumulate;
   const bool fits = allow_uneven ? config.batch >= shares : config.batch % shares == 0;

@@ -44,6 +44,13 @@ struct TrainConfig {
   std::string device = "cpu";
 
   MixedPrecisionPolicy precision() const;
+  /// How parameters are stored that LoRA does not train: as they are computed with.
+  const std::string& frozen_dtype() const {
+    return shard_dtype == "fp32" ? param_dtype : shard_dtype;
+  }
+  bool has_lora() const {
+    return model.lora != "none";
+  }
   /// How the optimizer stores its moments.
   c10::ScalarType moments_dtype() const;
   bool sends_bf16() const {

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/check.h"
+#include "cli/config/adapter_config.h"
 #include "cli/config/hf_config.h"
 #include "cli/files.h"
 #include "cli/text/documents.h"
@@ -87,13 +88,21 @@ LanguageModel find_language_model(
     const std::string& path, const std::string& tokenizer, bool needed) {
   LanguageModel result;
   std::string folder; // whose tokens the model has
-  if (is_hf_folder(path)) {
-    const auto config = read_hf_config(path);
-    check_weight_files(path);
-    result.dims = config.dims;
-    result.longest = config.longest > 0 ? config.longest : kAnyLength;
-    result.folder = path;
+  if (is_hf_folder(path) || is_adapter_folder(path)) {
+    auto lora = std::string("none");
     folder = path;
+    if (is_adapter_folder(path)) {
+      const auto found = read_adapter_config(path);
+      lora = found.lora.str();
+      folder = found.base;
+      result.adapter = path;
+    }
+    const auto config = read_hf_config(folder);
+    check_weight_files(folder);
+    result.dims = config.dims;
+    result.dims.lora = lora;
+    result.longest = config.longest > 0 ? config.longest : kAnyLength;
+    result.folder = folder;
   } else {
     result.run = find_saved_run(path, "--checkpoint", /*model_only=*/true);
     warn_of_skipped(*result.run);
@@ -101,6 +110,10 @@ LanguageModel find_language_model(
     result.dims = config.model;
     result.longest = config.context;
     folder = config.from;
+    check_weights(*result.run);
+    if (config.has_lora()) {
+      result.folder = config.from;
+    }
   }
   if (!folder.empty()) {
     result.ends = end_tokens(folder);
@@ -127,11 +140,15 @@ LanguageModel find_language_model(
 void LanguageModel::load(Transformer& model) const {
   if (!folder.empty()) {
     load_pretrained(model, folder);
-    return;
   }
-  StateDict state;
-  state.insert_all(get_model_state_dict(model), "model.");
-  fsdp::load(state, run->path);
+  if (run) {
+    StateDict state;
+    state.insert_all(get_model_state_dict(model, {.ignore_frozen_params = true}), "model.");
+    fsdp::load(state, run->path);
+  }
+  if (!adapter.empty()) {
+    load_adapter(model, adapter);
+  }
 }
 
 Transformer load_whole(const LanguageModel& language, c10::ScalarType dtype) {

@@ -20,8 +20,9 @@ struct LanguageModel {
   int64_t longest = 0;                // the most tokens that it sees
   std::set<int64_t> ends;             // the tokens that end an answer
   std::optional<int64_t> end;         // the token behind each document
-  std::string folder;                 // of Hugging Face, with the weights
-  std::optional<SavedRun> run;        // with the weights, if `folder` is empty
+  std::string folder;                 // of Hugging Face, with weights
+  std::optional<SavedRun> run;        // with the other weights, or all
+  std::string adapter;                // a folder of PEFT with the other weights
 
   /// Fills a model, sharded or not. Collective over the world.
   void load(Transformer& model) const;

@@ -37,11 +37,16 @@ double flops_per_token(const ModelDims& dims, int64_t context) {
   const auto queries = dims.heads * dims.head_dim();
   const auto keys = dims.kv_heads * dims.head_dim();
   const auto weights = dims.dim * (2 * queries + 2 * keys + 3 * dims.hidden);
-  auto flops = 6.0 * static_cast<double>(dims.dim * dims.vocab); // of the output layer
+  // Forward, and backward to the inputs and to the weights. LoRA leaves the weights as they are,
+  // and its own matrices are too small to count.
+  const bool trains_all = dims.lora == "none";
+  auto flops =
+      (trains_all ? 6.0 : 4.0) * static_cast<double>(dims.dim * dims.vocab); // of the output layer
   for (int64_t layer = 0; layer < dims.layers; ++layer) {
     const bool has_window = dims.window > 0 && layer >= dims.window_from;
     const auto seen = has_window ? std::min(dims.window, context) : context;
-    flops += 6.0 * static_cast<double>(weights) + 12.0 * static_cast<double>(queries * seen);
+    flops += (trains_all ? 6.0 : 4.0) * static_cast<double>(weights) +
+             12.0 * static_cast<double>(queries * seen);
   }
   return flops;
 }

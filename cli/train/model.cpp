@@ -7,14 +7,28 @@
 #include <fsdp/redistribute.h>
 #include <fsdp/tensor_parallel.h>
 
+#include "cli/train/lora.h"
 #include "cli/train/rotary.h"
 
 namespace fsdp::cli {
 
 namespace {
 
-nn::Linear linear(int64_t in, int64_t out, bool bias = false) {
-  return nn::Linear(torch::nn::LinearOptions(in, out).bias(bias));
+nn::Linear linear(int64_t in, int64_t out) {
+  return nn::Linear(torch::nn::LinearOptions(in, out).bias(false));
+}
+
+/// Whether this is a projection back into the residual stream, or a parameter of one.
+bool is_into_residual(const std::string& name) {
+  return name.find(".o_proj") != std::string::npos || name.find(".down_proj") != std::string::npos;
+}
+
+/// A weight that is the same on all ranks, each of which computes a part of its gradient.
+torch::Tensor with_partial_grad(
+    const torch::Tensor& weight, const std::optional<DeviceMesh>& parts) {
+  return parts
+             ? redistribute(weight, *parts, Replicate{}, Replicate{}, {.grad_placement = Partial{}})
+             : weight;
 }
 
 } // namespace
@@ -31,9 +45,7 @@ RMSNormImpl::RMSNormImpl(int64_t dim, double eps, bool from_one)
     : weight(register_parameter("weight", torch::ones({dim}))), eps(eps), from_one(from_one) {}
 
 torch::Tensor RMSNormImpl::forward(const torch::Tensor& x) {
-  const auto factor =
-      parts ? redistribute(weight, *parts, Replicate{}, Replicate{}, {.grad_placement = Partial{}})
-            : weight;
+  const auto factor = with_partial_grad(weight, parts);
   if (from_one) { // in fp32: 1 + weight would lose most of a weight in bf16
     return torch::rms_norm(x.to(torch::kFloat), {x.size(-1)}, 1 + factor.to(torch::kFloat), eps)
         .to(x.scalar_type());
@@ -41,12 +53,42 @@ torch::Tensor RMSNormImpl::forward(const torch::Tensor& x) {
   return torch::rms_norm(x, {x.size(-1)}, factor, eps);
 }
 
+ProjectionImpl::ProjectionImpl(
+    const std::string& name, int64_t in, int64_t out, bool bias, const ModelDims& dims)
+    : LinearImpl(torch::nn::LinearOptions(in, out).bias(bias)) {
+  const auto lora = Lora::parse(dims.lora);
+  if (lora && lora->trains(name)) {
+    lora_A = register_module("lora_A", linear(in, lora->rank));
+    lora_B = register_module("lora_B", linear(lora->rank, out));
+    lora_scale = lora->scale();
+  }
+}
+
+torch::Tensor ProjectionImpl::forward(const torch::Tensor& x) {
+  const auto result = LinearImpl::forward(x);
+  if (lora_A.is_empty()) {
+    return result;
+  }
+  // Of A and B, one is divided as the layer is. Both products are linear, so terms of their results
+  // are added up together with those of the layer.
+  const auto a = divides_inputs ? lora_A->weight : with_partial_grad(lora_A->weight, parts);
+  const auto b = divides_inputs ? with_partial_grad(lora_B->weight, parts) : lora_B->weight;
+  return result + torch::linear(torch::linear(x, a), b) * lora_scale;
+}
+
 AttentionImpl::AttentionImpl(const ModelDims& dims)
     : head_dim(dims.head_dim()),
-      q_proj(register_module("q_proj", linear(dims.dim, dims.heads * head_dim, dims.qkv_bias))),
-      k_proj(register_module("k_proj", linear(dims.dim, dims.kv_heads * head_dim, dims.qkv_bias))),
-      v_proj(register_module("v_proj", linear(dims.dim, dims.kv_heads * head_dim, dims.qkv_bias))),
-      o_proj(register_module("o_proj", linear(dims.heads * head_dim, dims.dim, dims.o_bias))) {
+      q_proj(nullptr),
+      k_proj(nullptr),
+      v_proj(nullptr),
+      o_proj(nullptr) {
+  const auto projection = [&](const char* name, int64_t in, int64_t out, bool bias) {
+    return register_module(name, Projection(name, in, out, bias, dims));
+  };
+  q_proj = projection("q_proj", dims.dim, dims.heads * head_dim, dims.qkv_bias);
+  k_proj = projection("k_proj", dims.dim, dims.kv_heads * head_dim, dims.qkv_bias);
+  v_proj = projection("v_proj", dims.dim, dims.kv_heads * head_dim, dims.qkv_bias);
+  o_proj = projection("o_proj", dims.heads * head_dim, dims.dim, dims.o_bias);
   if (dims.qk_norm) {
     q_norm = register_module("q_norm", RMSNorm(head_dim, dims.norm_eps));
     k_norm = register_module("k_norm", RMSNorm(head_dim, dims.norm_eps));
@@ -55,10 +97,10 @@ AttentionImpl::AttentionImpl(const ModelDims& dims)
 
 AttentionImpl::Heads AttentionImpl::project(const torch::Tensor& x, const torch::Tensor& rotary) {
   // -1: under tensor parallelism a rank has only a part of the heads.
-  const auto heads_of = [&](nn::Linear& projection) {
+  const auto heads_of = [&](Projection& projection) {
     return projection(x).view({x.size(0), x.size(1), -1, head_dim}).transpose(1, 2);
   };
-  const auto rotated = [&](nn::Linear& projection, RMSNorm& norm) {
+  const auto rotated = [&](Projection& projection, RMSNorm& norm) {
     const auto heads = heads_of(projection);
     return rotate(norm.is_empty() ? heads : norm(heads), rotary);
   };
@@ -80,10 +122,14 @@ torch::Tensor AttentionImpl::forward(
 }
 
 FeedForwardImpl::FeedForwardImpl(const ModelDims& dims)
-    : gemma(dims.gemma),
-      gate_proj(register_module("gate_proj", linear(dims.dim, dims.hidden, dims.mlp_bias))),
-      up_proj(register_module("up_proj", linear(dims.dim, dims.hidden, dims.mlp_bias))),
-      down_proj(register_module("down_proj", linear(dims.hidden, dims.dim, dims.mlp_bias))) {}
+    : gemma(dims.gemma), gate_proj(nullptr), up_proj(nullptr), down_proj(nullptr) {
+  const auto projection = [&](const char* name, int64_t in, int64_t out) {
+    return register_module(name, Projection(name, in, out, dims.mlp_bias, dims));
+  };
+  gate_proj = projection("gate_proj", dims.dim, dims.hidden);
+  up_proj = projection("up_proj", dims.dim, dims.hidden);
+  down_proj = projection("down_proj", dims.hidden, dims.dim);
+}
 
 torch::Tensor FeedForwardImpl::forward(const torch::Tensor& x) {
   const auto gate = gate_proj(x);
@@ -116,6 +162,11 @@ TransformerImpl::TransformerImpl(const ModelDims& dims)
   norm = register_module("norm", RMSNorm(dims.dim, dims.norm_eps, dims.gemma));
   if (!dims.tied) {
     lm_head = register_module("lm_head", linear(dims.dim, dims.vocab));
+  }
+  if (dims.lora != "none") {
+    for (auto& item : named_parameters()) {
+      item.value().set_requires_grad(is_adapter(item.key()));
+    }
   }
 }
 
@@ -191,6 +242,31 @@ void parallelize(Transformer& model, const DeviceMesh& mesh) {
       layer->self_attn->k_norm->parts = mesh;
     }
   }
+  for (const auto& item : model->named_modules()) {
+    auto* projection = item.value()->as<ProjectionImpl>();
+    if (projection && !projection->lora_A.is_empty()) {
+      const bool into_residual = is_into_residual(item.key());
+      projection->parts = mesh;
+      projection->divides_inputs = into_residual;
+      distribute_parameter(
+          into_residual ? projection->lora_A : projection->lora_B, "weight", mesh,
+          {Shard{into_residual ? 1 : 0}});
+    }
+  }
+}
+
+void init_adapters(Transformer& model, uint64_t seed) {
+  init_parameters(
+      model,
+      [&](const std::string& name, torch::Tensor& param) {
+        if (name.ends_with("lora_A.weight")) { // as PEFT does it
+          const auto bound = 1 / std::sqrt(static_cast<double>(param.size(1)));
+          param.copy_(param.to(torch::kFloat).uniform_(-bound, bound));
+        } else if (name.ends_with("lora_B.weight")) {
+          param.zero_();
+        }
+      },
+      seed);
 }
 
 void init_weights(Transformer& model, uint64_t seed) {
@@ -202,13 +278,12 @@ void init_weights(Transformer& model, uint64_t seed) {
           param.fill_(name.ends_with(".bias") || model->dims.gemma ? 0 : 1);
           return;
         }
-        const bool into_residual =
-            name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
         auto values = param.to(torch::kFloat); // the same ones in any dtype, but for rounding
-        values.normal_(0, into_residual ? 0.02 * residual_scale : 0.02);
+        values.normal_(0, is_into_residual(name) ? 0.02 * residual_scale : 0.02);
         param.copy_(values);
       },
       seed);
+  init_adapters(model, seed);
 }
 
 } // namespace fsdp::cli

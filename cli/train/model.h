@@ -33,7 +33,8 @@ struct ModelDims {
   int64_t window = 0;      // attention reaches this many tokens back, itself included; 0: all
   int64_t window_from = 0; // only in blocks from this one on
   std::string rotary_scaling = "none"; // see RotaryScaling
-  bool gemma = false; // GELU, norms that multiply by 1 + weight, and a scaled embedding
+  bool gemma = false;        // GELU, norms that multiply by 1 + weight, and a scaled embedding
+  std::string lora = "none"; // see Lora; it trains nothing else then
 
   int64_t head_dim() const {
     return head_size > 0 ? head_size : dim / heads;
@@ -61,6 +62,21 @@ struct RMSNormImpl : torch::nn::Module {
 };
 FSDP_MODULE(RMSNorm);
 
+/// A linear layer of a block. If LoRA trains it, it has two more matrices.
+struct ProjectionImpl : torch::nn::LinearImpl {
+  /// `name`: by which --lora knows it.
+  ProjectionImpl(
+      const std::string& name, int64_t in, int64_t out, bool bias, const ModelDims& dims);
+  torch::Tensor forward(const torch::Tensor& x);
+
+  nn::Linear lora_A{nullptr}, lora_B{nullptr}; // null without LoRA
+  double lora_scale = 0;
+  /// Set if each rank of this mesh has a part of the layer: of its inputs, or of its outputs.
+  std::optional<DeviceMesh> parts;
+  bool divides_inputs = false;
+};
+FSDP_MODULE(Projection);
+
 /// Causal attention with rotary positions. All heads share `kv_heads` heads of keys and values.
 struct AttentionImpl : torch::nn::Module {
   explicit AttentionImpl(const ModelDims& dims);
@@ -80,7 +96,7 @@ struct AttentionImpl : torch::nn::Module {
   torch::Tensor mix(const Heads& heads, const torch::Tensor& mask, bool causal);
 
   int64_t head_dim;
-  nn::Linear q_proj, k_proj, v_proj, o_proj;
+  Projection q_proj, k_proj, v_proj, o_proj;
   RMSNorm q_norm{nullptr}, k_norm{nullptr}; // null without qk_norm
 };
 FSDP_MODULE(Attention);
@@ -91,7 +107,7 @@ struct FeedForwardImpl : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x);
 
   bool gemma;
-  nn::Linear gate_proj, up_proj, down_proj;
+  Projection gate_proj, up_proj, down_proj;
 };
 FSDP_MODULE(FeedForward);
 
@@ -148,8 +164,11 @@ FSDP_MODULE(Transformer);
 void parallelize(Transformer& model, const DeviceMesh& mesh);
 
 /// Initializes a model, sharded or not, in the way of small GPTs: normal with deviation 0.02, less
-/// for the projections back into the residual stream, and ones for the norms. The weights depend
-/// only on `seed`, not on the mesh. A sharded model holds one unsharded parameter at a time.
+/// for the projections back into the residual stream, and ones for the norms. LoRA's matrices get
+/// values with which the model computes what it did without them. The weights depend only on
+/// `seed`, not on the mesh. A sharded model holds one unsharded parameter at a time.
 void init_weights(Transformer& model, uint64_t seed);
+/// The same for LoRA's matrices alone.
+void init_adapters(Transformer& model, uint64_t seed);
 
 } // namespace fsdp::cli

@@ -29,6 +29,15 @@ std::string traffic_text(const Plan& plan) {
   return text.empty() ? "nothing to send" : text;
 }
 
+/// Of all parameters together, while they are sharded.
+int64_t whole_bytes(const Plan& plan, const TrainConfig& config) {
+  const auto bytes_of = [](int64_t numel, const std::string& dtype) {
+    return numel * static_cast<int64_t>(c10::elementSize(dtype_of(dtype)));
+  };
+  return bytes_of(plan.num_trained, config.shard_dtype) +
+         bytes_of(plan.num_params - plan.num_trained, config.frozen_dtype());
+}
+
 Json traffic_json(const Plan& plan) {
   auto json = Json::array();
   for (const auto& kind : plan.traffic) {
@@ -58,6 +67,7 @@ void Narrator::plan(
          {"backend", backend},
          {"ranks", mesh.ranks()},
          {"parameters", plan.num_params},
+         {"trained_parameters", plan.num_trained},
          {"shard_bytes", shard_bytes},
          {"gathered_bytes", plan.gathered_bytes},
          {"padding_bytes", plan.padding_bytes},
@@ -84,13 +94,17 @@ void Narrator::plan(
   if (!config.from.empty()) {
     screen_.labelled("from", printable(config.from));
   }
+  if (config.has_lora()) {
+    screen_.labelled(
+        "lora",
+        c10::str(decimal_count(plan.num_trained, ""), " parameters are trained (", dims.lora, ")"));
+  }
   screen_.labelled(
       "ranks",
       c10::str(
           mesh.ranks(), " over ", backend, "; ",
           plural(static_cast<int64_t>(plan.groups.size()), "group"), ", ", binary_size(shard_bytes),
-          " of ", binary_size(plan.num_params * c10::elementSize(dtype_of(config.shard_dtype))),
-          " of parameters on each rank",
+          " of ", binary_size(whole_bytes(plan, config)), " of parameters on each rank",
           mesh.replicate > 1 || mesh.tensor > 1 ? "; mesh " + mesh.str() : ""));
   screen_.labelled(
       "memory",

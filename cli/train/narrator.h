@@ -63,8 +63,9 @@ class Narrator {
   }
   /// Models of --from have tokens of their own, unless those are bytes.
   bool trains_on_bytes() const {
-    const auto& [config, data, fingerprint] = options_.identity;
-    return !is_token_file(data) && (config.from.empty() || config.model.vocab == 256);
+    const auto& config = options_.identity.config;
+    return !is_token_file(options_.identity.data) &&
+           (config.from.empty() || config.model.vocab == 256);
   }
   static void print(const nlohmann::ordered_json& json);
 

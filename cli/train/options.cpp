@@ -15,6 +15,7 @@
 #include "cli/config/presets.h"
 #include "cli/files.h"
 #include "cli/report/report.h"
+#include "cli/train/lora.h"
 #include "cli/train/run_lock.h"
 
 namespace fsdp::cli {
@@ -71,6 +72,9 @@ void add_model_options(CLI::App& command, TrainOptions& options) {
   add("--from", options.identity.config.from,
       "Hugging Face folder to begin with: its sizes and weights (gemma 1, llama, mistral, qwen2, "
       "qwen3)");
+  add("--lora", dims.lora,
+      "Train two small matrices beside each projection of --from, and nothing else; for example "
+      "rank=16, or rank=16,alpha=32,targets=q_proj+v_proj [alpha: twice the rank; all seven]");
   command.option_defaults()->group("Model, where it differs from Llama");
   add("--head-dim", dims.head_size, "Size of a head; 0: --dim divided by --heads");
   add("--qkv-bias", dims.qkv_bias, "Biases for queries, keys and values: true or false");
@@ -250,6 +254,7 @@ void take_pretrained_sizes(TrainOptions& options) {
   const auto given = config;
   const auto [dims, longest] = read_hf_config(config.from);
   config.model = dims;
+  config.model.lora = given.model.lora;
   for_each_option([&](const char* name, auto in, bool fixed) {
     if (fixed && options.given.contains(name)) {
       check_config(
@@ -299,6 +304,8 @@ void resolve_defaults(TrainOptions& options) {
   }
   config.moments = config.shard_dtype;
   take_given(); // again: kv_heads, hidden, lr and moments may have been given, too
+  const auto lora = Lora::parse(dims.lora);
+  dims.lora = lora ? lora->str() : "none"; // the same text for the same meaning
 }
 
 void resolve_folder_options(TrainOptions& options, const std::optional<TrainOptions>& before) {

@@ -9,6 +9,8 @@
 #include <fsdp/meta_init.h>
 #include <fsdp/muon.h>
 
+#include "cli/train/lora.h"
+
 namespace fsdp::cli {
 
 namespace {
@@ -35,8 +37,21 @@ int64_t ranks_after_forward(const TrainConfig& config, const MeshShape& mesh) {
   return config.reshard_after_forward.is_auto() ? shard : config.reshard_after_forward.ranks(shard);
 }
 
-/// Adds a parameter to its group. Tensor parallelism divides the columns of the projections back
-/// into the residual stream, and the rows of the other matrices; see `parallelize`.
+/// How tensor parallelism divides a parameter, as `parallelize` does.
+enum class Divided { no, rows, columns };
+
+Divided division_of(const std::string& name, const at::Tensor& param) {
+  const bool into_residual =
+      name.find(".o_proj.") != std::string::npos || name.find(".down_proj.") != std::string::npos;
+  const bool by_columns = into_residual && !name.ends_with("lora_B.weight");
+  const bool by_rows = !into_residual && !name.ends_with("lora_A.weight");
+  if (param.dim() > 1) {
+    return by_columns ? Divided::columns : by_rows ? Divided::rows : Divided::no;
+  }
+  return by_rows && name.ends_with("_proj.bias") ? Divided::rows : Divided::no;
+}
+
+/// Adds a parameter to its group.
 void add_param(
     GroupPlan& group,
     const std::string& name,
@@ -44,20 +59,23 @@ void add_param(
     const MeshShape& mesh,
     const TrainConfig& config) {
   const auto param_bytes = bytes_of(config.param_dtype);
-  const bool is_matrix = param.dim() > 1;
-  const bool of_column_style = name.ends_with("_proj.bias") && !name.ends_with("o_proj.bias") &&
-                               !name.ends_with("down_proj.bias");
-  const bool is_divided = is_matrix || of_column_style;
-  const bool by_columns = name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight");
-  const auto rows = is_divided && !by_columns ? param.size(0) / mesh.tensor : param.size(0);
-  const auto row = param.numel() / param.size(0) / (by_columns ? mesh.tensor : 1);
+  const auto divided = division_of(name, param);
+  const auto rows = param.size(0) / (divided == Divided::rows ? mesh.tensor : 1);
+  const auto row = param.numel() / param.size(0) / (divided == Divided::columns ? mesh.tensor : 1);
   const auto padded = rounded_up(rows, mesh.shard);
+  const bool is_trained = param.requires_grad();
+  const auto shard_bytes =
+      padded / mesh.shard * row * bytes_of(is_trained ? config.shard_dtype : config.frozen_dtype());
   group.numel += param.numel();
-  group.num_params += 1;
-  group.num_matrices += is_divided ? 1 : 0;
-  const auto shard_bytes = padded / mesh.shard * row * shard_element_bytes(config);
   group.shard_bytes += shard_bytes;
-  if (is_matrix && name.starts_with("layers.")) {
+  if (is_trained) {
+    group.trained_numel += param.numel();
+    group.trained_bytes += shard_bytes;
+    group.trained_wire_numel += padded * row;
+    group.num_trained += 1;
+    group.num_divided += divided == Divided::no ? 0 : 1;
+  }
+  if (param.dim() > 1 && name.starts_with("layers.")) {
     group.muon_numel += param.numel();
     group.muon_bytes += shard_bytes;
   }
@@ -88,6 +106,25 @@ int64_t tokens_of_a_part(const TrainConfig& config, const MeshShape& mesh) {
   return config.batch / mesh.data_ranks() / config.accumulate * config.context;
 }
 
+/// The matrices of LoRA that all ranks of tensor parallelism have, each with a part of the
+/// gradient.
+struct ReplicatedAdapters {
+  int64_t count = 0;
+  int64_t numel = 0;
+};
+
+ReplicatedAdapters replicated_adapters(const ModelDims& dims) {
+  ReplicatedAdapters result;
+  const MetaInit on_meta;
+  for (const auto& param : Transformer(dims)->named_parameters()) {
+    if (is_adapter(param.key()) && division_of(param.key(), param.value()) == Divided::no) {
+      result.count += 1;
+      result.numel += param.value().numel();
+    }
+  }
+  return result;
+}
+
 /// The all-reduces of tensor parallelism in a step: those of `parallelize` and of
 /// parallel_cross_entropy.
 TrafficPlan plan_tensor_traffic(const TrainConfig& config, const MeshShape& mesh) {
@@ -101,16 +138,18 @@ TrafficPlan plan_tensor_traffic(const TrainConfig& config, const MeshShape& mesh
   // of the inputs of attention, feed-forward and output layer. Recomputing a block repeats only the
   // sum after attention: autograd keeps nothing that comes after the second sum.
   const auto of_block = 4 + (config.activation_checkpointing ? 1 : 0);
-  const auto activations = of_block * dims.layers + 2;
+  // LoRA leaves the embedding as it is, so the first block's input has no gradient.
+  const auto activations = of_block * dims.layers + 2 - (config.has_lora() ? 1 : 0);
   // parallel_cross_entropy makes two all-reduces in fp32: one of the highest score of each token
   // and one number more, and one of three sums per token.
   const auto scores = (tokens + 1 + 3 * tokens) * 4;
   // Norms of queries and keys have the same weight on all ranks, and each has a part of its
   // gradient.
-  const auto norms = dims.qk_norm ? 2 * dims.layers : 0;
-  const auto elements = activations * tokens * dims.dim + norms * dims.head_dim();
+  const auto norms = dims.qk_norm && !config.has_lora() ? 2 * dims.layers : 0;
+  const auto replicas = replicated_adapters(config.model);
+  const auto elements = activations * tokens * dims.dim + norms * dims.head_dim() + replicas.numel;
   const auto bytes = elements * bytes_of(config.param_dtype) + scores;
-  reduces.count = config.accumulate * (activations + norms + 2);
+  reduces.count = config.accumulate * (activations + norms + replicas.count + 2);
   reduces.bytes = config.accumulate * bytes;
   return reduces;
 }
@@ -124,15 +163,15 @@ TrafficPlan plan_small_traffic(const Plan& plan, const TrainConfig& config, cons
     reduces.count += is_made ? 1 : 0;
     reduces.bytes += is_made ? bytes : 0;
   };
-  int64_t num_params = 0;
-  int64_t num_matrices = 0;
+  int64_t num_trained = 0;
+  int64_t num_divided = 0;
   for (const auto& group : plan.groups) {
-    num_params += group.num_params;
-    num_matrices += group.num_matrices;
+    num_trained += group.num_trained;
+    num_divided += group.num_divided;
   }
   add(mesh.ranks() > 1, int64_t{3} * 8);
-  add(mesh.shard > 1, num_params * 8);
-  add(mesh.tensor > 1, num_matrices * 8);
+  add(mesh.shard > 1, num_trained * 8);
+  add(mesh.tensor > 1, num_divided * 8);
   for (const auto ranks : {mesh.replicate, mesh.shard, mesh.tensor}) {
     add(ranks > 1 && config.param_dtype == "fp16", 4);
   }
@@ -196,7 +235,6 @@ std::vector<TrafficPlan> plan_traffic(
   TrafficPlan scatters{.op = "reduce-scatter", .axis = "shard"};
   TrafficPlan exchanges{.op = "all-to-all", .axis = "shard"}; // instead of them
   TrafficPlan reduces{.op = "all-reduce", .axis = "dp"};
-  const auto param_bytes = bytes_of(config.param_dtype);
   for (const auto& group : plan.groups) {
     const bool is_root = group.name.empty();
     const bool again = config.reshard_after_forward.is_auto()
@@ -206,14 +244,13 @@ std::vector<TrafficPlan> plan_traffic(
     if (mesh.shard > 1) {
       gathers.count += passes;
       gathers.bytes += passes * group.gathered_bytes;
-      const auto numel = group.gathered_bytes / param_bytes;
       auto& reductions = config.sends_bf16() ? exchanges : scatters;
-      reductions.count += 1;
-      reductions.bytes += numel * (config.sends_bf16() ? 2 : reduce_bytes);
+      reductions.count += group.num_trained > 0 ? 1 : 0;
+      reductions.bytes += group.trained_wire_numel * (config.sends_bf16() ? 2 : reduce_bytes);
     }
     if (mesh.replicate > 1) {
-      reduces.count += 1;
-      reduces.bytes += group.shard_bytes / shard_element_bytes(config) * reduce_bytes;
+      reduces.count += group.num_trained > 0 ? 1 : 0;
+      reduces.bytes += group.trained_bytes / shard_element_bytes(config) * reduce_bytes;
     }
   }
   const MuonPlan muon(plan, config, mesh);
@@ -243,7 +280,7 @@ struct MomentsPlan {
 
 MomentsPlan plan_moments(const Plan& plan, const TrainConfig& config) {
   constexpr int64_t kBlock = 256; // elements that share a scale
-  const auto numel = 2 * plan.shard_bytes / shard_element_bytes(config);
+  const auto numel = 2 * plan.trained_bytes / shard_element_bytes(config);
   const auto dtype = config.moments_dtype();
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   const bool has_scales = dtype == c10::kFloat8_e4m3fn;
@@ -333,24 +370,24 @@ struct GroupBytes {
     const auto param_bytes = bytes_of(config.param_dtype);
     const bool alone = mesh.shard == 1;
     const bool cast = config.param_dtype != config.shard_dtype;
-    shard = group.shard_bytes;
-    grads = group.gathered_bytes;
+    shard = group.trained_bytes;
+    grads = group.trained_wire_numel * param_bytes;
     // One rank computes with its shards themselves, unless they have to be cast or moved.
     const bool moves = config.offload && config.device != "cpu";
     whole = alone && !cast && !moves ? 0 : group.gathered_bytes;
     sent = !alone && cast ? group.gathered_bytes / mesh.shard : 0;
-    const auto to_reduce = group.gathered_bytes / param_bytes * reduce_bytes_of(config);
+    const auto to_reduce = group.trained_wire_numel * reduce_bytes_of(config);
     const bool reduces = !alone || mesh.replicate > 1;
     reduced = reduces ? to_reduce + (alone ? 0 : to_reduce / mesh.shard) : 0;
     if (!alone && config.sends_bf16()) { // what is sent, and what is received
-      reduced += 2 * group.gathered_bytes / param_bytes * 2;
+      reduced += 2 * group.trained_wire_numel * 2;
     }
     // Gradients are laid out in their own dtype first if the other one is reduced.
-    laid_out = reduces && reduce_bytes_of(config) != param_bytes ? group.gathered_bytes : 0;
+    laid_out = reduces && reduce_bytes_of(config) != param_bytes ? grads : 0;
     accumulated = config.accumulate > 1 ? to_reduce : 0;
   }
 
-  int64_t shard = 0;
+  int64_t shard = 0;       // of the gradients
   int64_t whole = 0;       // the gathered parameters
   int64_t sent = 0;        // the copy of the shard that a gather sends
   int64_t grads = 0;       // as autograd makes them
@@ -371,7 +408,8 @@ int64_t plan_backward(const Plan& plan, const TrainConfig& config, const MeshSha
   const bool accumulates = config.accumulate > 1;
   const auto [kept, again] = KeptOfBlock(config, act);
   const auto grads_of_rows = [&](int64_t rows) { // of a matrix with --dim columns
-    return rows / mesh.tensor * config.model.dim * bytes_of(config.param_dtype);
+    return config.has_lora() ? 0
+                             : rows / mesh.tensor * config.model.dim * bytes_of(config.param_dtype);
   };
   const auto head_grads = grads_of_rows(config.model.vocab);
   const auto divided = keeps || after_forward == mesh.shard ? 0 : block.whole / after_forward;
@@ -410,7 +448,9 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh, const PlanFor& 
   plan.groups = plan_groups(config, mesh);
   for (const auto& group : plan.groups) {
     plan.num_params += group.numel;
+    plan.num_trained += group.trained_numel;
     plan.shard_bytes += group.shard_bytes;
+    plan.trained_bytes += group.trained_bytes;
     plan.gathered_bytes += group.gathered_bytes;
     plan.padding_bytes += group.padding_bytes;
   }
@@ -426,10 +466,10 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh, const PlanFor& 
   const MuonPlan muon(plan, config, mesh);
   const auto moments = plan_moments(plan, config);
   const auto state = plan.shard_bytes + moments.bytes + muon.averages; // parameters and averages
-  const auto grads = plan.shard_bytes;
+  const auto grads = plan.trained_bytes;
   // The copy that is being written.
   const auto staged =
-      what.saves ? (plan.shard_bytes + moments.saved_bytes + muon.averages) / mesh.replicate : 0;
+      what.saves ? (plan.trained_bytes + moments.saved_bytes + muon.averages) / mesh.replicate : 0;
   plan.state_bytes = state_on_host ? 0 : state + grads;
   const auto backward = plan_backward(plan, config, mesh);
   // The optimizer's step has all gradients and nothing of backward.

@@ -17,10 +17,14 @@ struct GroupPlan {
   int64_t shard_bytes = 0;    // while sharded, on the rank with the most
   int64_t gathered_bytes = 0; // while gathered, in the dtype of compute, with padding
   int64_t padding_bytes = 0;  // the padding in `gathered_bytes`
-  int64_t num_params = 0;     // how many parameters, not their elements
-  int64_t num_matrices = 0;   // those of them that tensor parallelism divides
-  int64_t muon_numel = 0;     // elements of the whole parameters that Muon updates
-  int64_t muon_bytes = 0;     // of `shard_bytes`
+  // Of the parameters that are trained. With LoRA these are its matrices alone.
+  int64_t trained_numel = 0;
+  int64_t trained_bytes = 0;      // of `shard_bytes`
+  int64_t trained_wire_numel = 0; // elements of their gradients on one rank, with padding
+  int64_t num_trained = 0;        // how many parameters, not their elements
+  int64_t num_divided = 0;        // those of them that tensor parallelism divides
+  int64_t muon_numel = 0;         // elements of the whole parameters that Muon updates
+  int64_t muon_bytes = 0;         // of `shard_bytes`
 };
 
 /// The collectives of one kind that each rank makes in one step.
@@ -40,9 +44,10 @@ struct PlanFor {
 /// Note [What a run will take]
 /// The plan is computed from the sizes of the model, before the model is built. Its peak is what
 /// `memory_stats` counts: the tensors of one rank, on the device where it trains.
-/// - Shards and the optimizer's averages are always there: two of each parameter, or one if Muon
-///   updates it. A save that is under way has a copy of them in host memory, with 8-bit averages in
-///   bf16.
+/// - Shards and the optimizer's averages are always there: two of each parameter that is trained,
+/// or
+///   one if Muon updates it. A save that is under way has a copy of them in host memory, with 8-bit
+///   averages in bf16.
 /// - Activations are what autograd keeps of the operators of each block, counted by hand. With
 ///   activation checkpointing it keeps the input of each block, what --keep-matmuls says, and all
 ///   of the block that backward is at.
@@ -57,9 +62,11 @@ struct PlanFor {
 /// The peak is that of the moment that has the most. tests/cli/plan_test.cpp measures it.
 struct Plan {
   int64_t num_params = 0;
+  int64_t num_trained = 0; // of them
   std::vector<GroupPlan> groups;
   std::vector<TrafficPlan> traffic;
   int64_t shard_bytes = 0;
+  int64_t trained_bytes = 0;  // of them, those of parameters that are trained
   int64_t gathered_bytes = 0; // of all groups together
   int64_t padding_bytes = 0;
   int64_t largest_group = 0; // gathered bytes of the largest group

@@ -12,6 +12,7 @@
 #include "cli/check.h"
 #include "cli/files.h"
 #include "cli/hash.h"
+#include "cli/train/lora.h"
 
 namespace fsdp::cli {
 
@@ -69,6 +70,10 @@ std::vector<NameRule> hf_names() {
   return {{.from = "model\\.(lm_head\\..*)", .to = "$1"}};
 }
 
+std::vector<NameRule> adapter_names() {
+  return {{.from = "model\\.(.*)", .to = "base_model.model.model.$1"}};
+}
+
 void check_weight_files(const std::string& folder) {
   check_config(is_folder(folder), "--from: there is no folder ", folder);
   const auto indexed = files_in_index(folder);
@@ -115,9 +120,27 @@ std::string weights_fingerprint(const std::string& folder) {
   return std::to_string(hash);
 }
 
+void load_adapter(Transformer& model, const std::string& folder) {
+  const auto file = folder + "/adapter_model.safetensors";
+  check_config(is_file(file), folder, " has no adapter_model.safetensors");
+  StateDict state;
+  state.insert_all(get_model_state_dict(model, {.ignore_frozen_params = true}), "model.");
+  for (const auto& tensor : inspect_checkpoint(file).tensors) {
+    const std::string prefix = "base_model.model.";
+    check_config(
+        tensor.name.starts_with(prefix) && state.contains(tensor.name.substr(prefix.size())), file,
+        ": the model that adapter_config.json describes has no '", tensor.name, "'");
+  }
+  load(state, file, {.names = adapter_names()});
+}
+
 void load_pretrained(Transformer& model, const std::string& folder) {
   StateDict state;
-  state.insert_all(get_model_state_dict(model), "model.");
+  for (const auto& [name, value] : get_model_state_dict(model)) {
+    if (!is_adapter(name)) {
+      state.insert("model." + name, value);
+    }
+  }
   const bool has_head = check_all_used(state, model->dims, folder);
   const auto head = has_head ? embedding_as(model, kHead, folder) : torch::Tensor();
   load(state, folder, {.names = hf_names()});

@@ -13,6 +13,9 @@ namespace fsdp::cli {
 /// is not a part of the model.
 std::vector<NameRule> hf_names();
 
+/// The same for the matrices of LoRA and the names of PEFT.
+std::vector<NameRule> adapter_names();
+
 /// Throws ConfigError that names --from if the folder lacks safetensors files that it should have,
 /// or has the weights twice.
 void check_weight_files(const std::string& folder);
@@ -21,10 +24,13 @@ void check_weight_files(const std::string& folder);
 /// files. The same on every machine.
 std::string weights_fingerprint(const std::string& folder);
 
-/// Fills a model, sharded or not, from the safetensors files of a Hugging Face folder. Each rank
-/// reads only the bytes that it needs. Throws CheckpointError that names the tensor if the files
-/// lack one or have one of another shape, and ConfigError if they have one that the model does not
-/// use. Collective over the world.
+/// Fills a model, sharded or not, from the safetensors files of a Hugging Face folder, but for the
+/// matrices of LoRA. Each rank reads only the bytes that it needs. Throws CheckpointError that
+/// names the tensor if the files lack one or have one of another shape, and ConfigError if they
+/// have one that the model does not use. Collective over the world.
 void load_pretrained(Transformer& model, const std::string& folder);
+
+/// Fills the matrices of LoRA from a folder of PEFT in the same way.
+void load_adapter(Transformer& model, const std::string& folder);
 
 } // namespace fsdp::cli

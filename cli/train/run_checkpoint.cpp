@@ -15,6 +15,7 @@
 #include "cli/check.h"
 #include "cli/config/option_list.h"
 #include "cli/files.h"
+#include "cli/train/pretrained.h"
 #include "cli/train/progress.h"
 
 namespace fsdp::cli {
@@ -23,16 +24,18 @@ namespace {
 
 // The keys of a training checkpoint: model.*, optim.* and scaler.* are the Trainer's, random.* the
 // random generators. train.* is RunState with ranks and mesh, config.* the options by their names,
-// data.* the path and fingerprint of the text.
+// data.* the path and fingerprint of the text. from.fingerprint is that of the weights which LoRA
+// leaves as they are: model.* does not hold them.
 
 /// Calls `visit(key, value)` for all that `saved` has from a checkpoint.
 template <class Visit>
 void for_each_value(SavedRun& saved, Visit visit) {
-  auto& [config, data, fingerprint] = saved.identity;
+  auto& [config, data, fingerprint, weights] = saved.identity;
   for_each_option(
       [&](const char* name, auto in, bool) { visit(std::string("config.") + name, in(config)); });
   visit("data.path", data);
   visit("data.fingerprint", fingerprint);
+  visit("from.fingerprint", weights);
   visit("train.step", saved.step);
   visit(kRunMark, saved.ranks);
   visit("train.mesh", saved.mesh);
@@ -207,6 +210,17 @@ void check_text(const RunIdentity& mine, const SavedRun& saved) {
       mine.data == saved.identity.data ? "it has changed since, or --token-dtype is another"
                                        : name(saved.identity),
       "); leave out --resume to start another run");
+}
+
+void check_weights(const SavedRun& saved) {
+  const auto& [config, data, fingerprint, weights] = saved.identity;
+  if (saved.has_checkpoint && config.has_lora()) {
+    check_weight_files(config.from);
+    check_config(
+        weights_fingerprint(config.from) == weights, saved.path.string(),
+        " holds only the matrices of --lora, and the weights in ", config.from,
+        " have changed since; bring the old ones back");
+  }
 }
 
 StateDict make_run_state_dict(Trainer& trainer, const RunState& run, const RunIdentity& identity) {

@@ -159,6 +159,11 @@ void show_result(
   }
 }
 
+/// Whether the run reads the weights of --from. A checkpoint has all weights, unless it is of LoRA.
+bool needs_pretrained(const TrainConfig& config, const std::optional<SavedRun>& saved) {
+  return !config.from.empty() && (config.has_lora() || !(saved && saved->has_checkpoint));
+}
+
 /// Runs one rank from the beginning to the end, and returns the exit code. Rank 0 reports the run.
 int train_rank(
     const TrainOptions& options,
@@ -170,12 +175,13 @@ int train_rank(
   RunFolder folder(options);
   RunState run;
   auto loaded = saved;
+  if (needs_pretrained(config, saved)) {
+    trainer.load_pretrained(config.from);
+  }
   if (saved && saved->has_checkpoint && options.go_on) {
     loaded = load_newest_good(*saved, trainer, run);
   } else if (saved && saved->has_checkpoint) {
     load_run(*saved, trainer, run);
-  } else if (!config.from.empty()) {
-    trainer.load_pretrained(config.from);
   }
   const auto plan = make_plan(config, *config.mesh, {.saves = options.saves_on_the_way()});
   StopSignals::expect_within(0); // from here on, no rank may end alone at once
@@ -240,7 +246,7 @@ int64_t document_end(const TrainConfig& config) {
 
 /// Reads --data, or the default text.
 Corpus read_corpus(const TrainOptions& options) {
-  const auto& [config, data, fingerprint] = options.identity;
+  const auto& [config, data, fingerprint, weights] = options.identity;
   TokensOf tokens{
       .vocab = config.model.vocab,
       .raw = raw_type(options.token_dtype, config.model.vocab),
@@ -309,7 +315,7 @@ std::map<std::string, std::string> shared_settings(
       corpus.fingerprint());
   const auto& from = options.identity.config.from;
   settings["the weights of --from"] =
-      from.empty() || (saved && saved->has_checkpoint) ? "none" : weights_fingerprint(from);
+      needs_pretrained(options.identity.config, saved) ? weights_fingerprint(from) : "none";
   settings["the checkpoint to resume from"] =
       saved && saved->has_checkpoint ? saved->path.filename().string() : "none";
   return settings;
@@ -383,7 +389,7 @@ int train(TrainOptions options) {
       options.run = options.resume;
     }
   }
-  if (!config.from.empty() && !(saved && saved->has_checkpoint)) {
+  if (needs_pretrained(config, saved)) {
     check_weight_files(config.from);
   }
   resolve_folder_options(options, before);
@@ -412,8 +418,12 @@ int train(TrainOptions options) {
   corpus.check_context(config.context);
   identity.data = identity.data.empty() ? "" : absolute_path(identity.data);
   identity.fingerprint = corpus.fingerprint();
+  if (config.has_lora()) {
+    identity.weights = weights_fingerprint(config.from);
+  }
   if (saved) {
     check_text(identity, *saved);
+    check_weights(*saved);
   }
   if (launched) {
     const ScopedProcessGroup joined(

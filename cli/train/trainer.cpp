@@ -70,6 +70,9 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   Tensors outer;
   Tensors vectors;
   for (const auto& item : model->named_parameters()) {
+    if (!item.value().requires_grad()) {
+      continue;
+    }
     const bool is_inner = item.key().starts_with("layers.");
     (item.value().dim() < 2 ? vectors : is_inner ? inner : outer).push_back(item.value());
   }
@@ -121,6 +124,11 @@ Transformer build_sharded(const TrainConfig& config, const TrainMesh& mesh) {
     const MetaInit on_meta;
     model = Transformer(config.model);
     model->to(dtype_of(config.shard_dtype));
+    for (auto& param : model->parameters()) {
+      if (!param.requires_grad()) {
+        param.set_data(param.to(dtype_of(config.frozen_dtype())));
+      }
+    }
   }
   if (mesh.tensor) {
     parallelize(model, *mesh.tensor);
@@ -171,8 +179,11 @@ Trainer::Trainer(const TrainConfig& config, const Corpus& corpus, Asked asked)
       scaler_({.enabled = config.param_dtype == "fp16"}) {
   memory_stats(device_); // begins to count before anything is allocated
   to_empty(model_, config.offload ? c10::Device(c10::kCPU) : device_);
+  const auto seed = static_cast<uint64_t>(config.seed);
   if (config.from.empty()) { // else load_pretrained fills them
-    init_weights(model_, static_cast<uint64_t>(config.seed));
+    init_weights(model_, seed);
+  } else if (config.has_lora()) {
+    init_adapters(model_, seed);
   }
   for (const auto& item : named_dtensors(model_)) {
     num_params_ += item.value().numel();
@@ -235,8 +246,14 @@ double Trainer::clip_gradients() {
   // In fp16 the scaler skips a step whose gradients are not finite. Otherwise the run ends, and
   // scaling by a NaN norm would make all gradients NaN and hide the first one.
   const bool must_be_finite = !scaler_.is_enabled();
+  Tensors trained;
+  for (const auto& param : model_->parameters()) {
+    if (param.requires_grad()) {
+      trained.push_back(param);
+    }
+  }
   try {
-    return clip_grad_norm_(model_->parameters(), most, 2, must_be_finite).item<double>();
+    return clip_grad_norm_(trained, most, 2, must_be_finite).item<double>();
   } catch (const c10::Error& error) {
     const std::string what = error.what_without_backtrace();
     if (what.find("is non-finite") == std::string::npos) {
@@ -283,7 +300,7 @@ void Trainer::load_pretrained(const std::string& folder) {
 
 StateDict Trainer::state_dict() {
   StateDict state;
-  state.insert_all(get_model_state_dict(model_), "model.");
+  state.insert_all(get_model_state_dict(model_, {.ignore_frozen_params = true}), "model.");
   state.insert_all(get_optimizer_state_dict(model_, *optimizer_), "optim.");
   if (scaler_.is_enabled()) {
     const auto scaler = scaler_.state();

@@ -44,7 +44,7 @@ class Trainer {
   /// The weights depend only on the seed, not on the mesh. Keeps a reference to `corpus`.
   Trainer(const TrainConfig& config, const Corpus& corpus, Asked asked = [] { return 0; });
 
-  /// Fills the model from a Hugging Face folder.
+  /// Fills the model from a Hugging Face folder. (Not the matrices of LoRA.)
   void load_pretrained(const std::string& folder);
 
   /// Makes one update. Throws NonFiniteError on every rank if the loss or a gradient is not finite,
@@ -62,7 +62,8 @@ class Trainer {
     return stop_;
   }
 
-  /// The state of the model ("model.*"), the optimizer ("optim.*") and, in fp16, the scaler
+  /// The state of what is trained of the model ("model.*"), the optimizer ("optim.*") and, in fp16,
+  /// the scaler
   /// ("scaler.*"). Tensors that the trainer already has are in it themselves, not as copies.
   StateDict state_dict();
   /// Sets the state from a result of `state_dict` that `load` has filled.

@@ -1,9 +1,11 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -76,6 +78,9 @@ struct ConvertOptions {
   std::optional<std::string> only = {};
   std::optional<at::ScalarType> dtype = {}; // to which floating point tensors are converted
   bool overwrite = false;
+  /// For `full`: called with each tensor and its name in the input. What it returns is written, and
+  /// must have the same shape.
+  std::function<at::Tensor(const std::string& name, const at::Tensor& tensor)> change = {};
 };
 
 struct ConvertReport {

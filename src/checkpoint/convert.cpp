@@ -135,7 +135,11 @@ std::vector<OutputFile> sharded_files(
 }
 
 /// Writes the output files. Returns the pieces of each tensor, for the manifest.
-Pieces write_files(const std::vector<OutputFile>& files, const Catalog& input, const Path& folder) {
+Pieces write_files(
+    const std::vector<OutputFile>& files,
+    const Catalog& input,
+    const ConvertOptions& options,
+    const Path& folder) {
   Reader reader(input, /*verify=*/true);
   Pieces pieces;
   for (const auto& item : files) {
@@ -147,7 +151,14 @@ Pieces write_files(const std::vector<OutputFile>& files, const Catalog& input, c
           at::empty(box.sizes, at::device(at::kMeta)),
           source->sizes,
           {{box, std::vector<int64_t>(box.sizes.size(), 0)}}};
-      const auto data = reader.read(*source, target).to(entry.dtype);
+      auto data = reader.read(*source, target);
+      if (options.change) {
+        data = options.change(source->name, data).contiguous();
+        TORCH_CHECK_VALUE(
+            data.sizes() == box.sizes, "[convert_checkpoint] `change` made a tensor of shape ",
+            data.sizes(), " of ", source->name, ", which has shape ", box.sizes);
+      }
+      data = data.to(entry.dtype);
       pieces[entry.name].push_back({item.name, entry.offset, box, append_blocks(file, data)});
     }
     file.finish();
@@ -165,6 +176,9 @@ ConvertReport convert_checkpoint(
       options.num_ranks >= 1 && options.max_file_bytes >= 1, "[convert_checkpoint] num_ranks is ",
       options.num_ranks, ", max_file_bytes ", options.max_file_bytes);
   const bool full = options.format == ConvertOptions::Format::full;
+  TORCH_CHECK_VALUE(
+      full || !options.change,
+      "[convert_checkpoint] `change` needs whole tensors, so the format must be full");
   at::NoGradGuard no_grad;
   const auto rename = renaming_by(options.names);
   const auto place = find_checkpoint(input_path);
@@ -189,7 +203,7 @@ ConvertReport convert_checkpoint(
   publish(
       publication, {.write =
                         [&] {
-                          auto pieces = write_files(files, input, publication.data());
+                          auto pieces = write_files(files, input, options, publication.data());
                           for (auto& tensor : output.tensors) {
                             tensor.pieces = std::move(pieces[tensor.name]);
                           }

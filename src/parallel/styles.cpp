@@ -259,10 +259,12 @@ void check_layout(const StyledModule& at, const char* field, const Placement& la
 
 using Divisions = std::vector<ParamDivision>;
 
+/// Of the module's own parameters: what modules inside of it make of theirs is their matter.
 Divisions divisions(const StyledModule& at, const Placement& weight, const Placement& bias) {
   Divisions result;
-  for (const auto& [name, param] : named_parameters(*at.module)) {
-    result.push_back({join_names(at.name, name), param, name == "bias" ? bias : weight});
+  for (const auto& item : at.module->named_parameters(/*recurse=*/false)) {
+    const auto& name = item.key();
+    result.push_back({join_names(at.name, name), item.value(), name == "bias" ? bias : weight});
   }
   return result;
 }
@@ -298,9 +300,10 @@ struct DivisionsOf {
     return divisions(at, Shard{divided_dim(at, "RowwiseParallel", 1, 0)}, Replicate{});
   }
   Divisions operator()(const SequenceParallel&) const {
-    auto result = divisions(at, Replicate{}, Replicate{});
-    for (auto& division : result) {
-      division.sum_grads = true; // each rank has part of the sequence
+    Divisions result;
+    for (const auto& [name, param] : named_parameters(*at.module)) {
+      // Each rank has part of the sequence, and so of the gradients.
+      result.push_back({join_names(at.name, name), param, Replicate{}, /*sum_grads=*/true});
     }
     return result;
   }

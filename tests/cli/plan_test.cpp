@@ -78,6 +78,9 @@ TEST(Plan, TrafficIsWhatAStepSends) {
   for (const auto& mesh : {MeshShape{.shard = 4}, MeshShape{.replicate = 2, .shard = 2}}) {
     config.mesh = mesh;
     expect_planned(config, "plain");
+    auto lora = config;
+    lora.model.lora = "rank=3";
+    expect_planned(lora, "LoRA");
   }
 }
 
@@ -126,6 +129,15 @@ TEST(Plan, TrafficOfTensorParallelismIsWhatAStepSends) {
     expect_with("bf16", [](auto& config) { config.param_dtype = "bf16"; });
     expect_with("fp16", [](auto& config) { config.param_dtype = "fp16"; });
     expect_with("bf16 shards", [](auto& config) { config.shard_dtype = "bf16"; });
+    expect_with("LoRA", [](auto& config) {
+      config.model.qk_norm = true;
+      config.model.lora = "rank=4";
+    });
+    expect_with("LoRA in bf16", [](auto& config) {
+      config.model.lora = "rank=3,targets=q_proj+o_proj+up_proj";
+      config.param_dtype = "bf16";
+      config.accumulate = 2;
+    });
     expect_with("sent in bf16", [](auto& config) { config.send_dtype = "bf16"; });
     expect_with("kept after forward", [](auto& config) { config.reshard_after_forward = false; });
     expect_with("not clipped", [](auto& config) { config.clip = 0; });
@@ -261,6 +273,38 @@ const std::vector<Case> kCases{
     {"tensor parallel", {.shard = 2, .tensor = 2}, [](TrainConfig&) {}},
     {"only tensor parallel", {.tensor = 2}, [](TrainConfig& c) { c.param_dtype = "bf16"; }},
     {"tied", {.shard = 2}, [](TrainConfig& c) { c.model.tied = true; }},
+    {"LoRA", {.shard = 2}, [](TrainConfig& c) { c.model.lora = "rank=8"; }},
+    {"LoRA, checkpointing",
+     {.shard = 4},
+     [](TrainConfig& c) {
+       c.model.lora = "rank=8";
+       c.activation_checkpointing = true;
+     }},
+    {"LoRA, bf16, tensor parallel",
+     {.shard = 2, .tensor = 2},
+     [](TrainConfig& c) {
+       c.model.lora = "rank=8";
+       c.param_dtype = "bf16";
+     }},
+    {"LoRA, few tokens",
+     {.shard = 4},
+     [](TrainConfig& c) {
+       few_tokens(c);
+       c.model.lora = "rank=8";
+     }},
+    {"LoRA, few tokens, one rank",
+     {},
+     [](TrainConfig& c) {
+       few_tokens(c);
+       c.model.lora = "rank=8";
+     }},
+    {"LoRA, few tokens, bf16",
+     {.shard = 2},
+     [](TrainConfig& c) {
+       few_tokens(c);
+       c.model.lora = "rank=8";
+       c.param_dtype = "bf16";
+     }},
     {"few tokens", {.shard = 4}, few_tokens},
     {"few tokens, one rank", {}, few_tokens},
     {"few tokens, one rank, bf16",

@@ -283,5 +283,34 @@ TEST(ParallelCorners, EmptyPiecesAreSharded) {
   });
 }
 
+// ------------------------------------------------------------ Modules inside of a Linear
+
+/// A Linear with a Linear of its own beside it, as LoRA has it.
+struct BesideImpl : torch::nn::LinearImpl {
+  BesideImpl() : LinearImpl(6, 6), small(register_module("small", linear(6, 6))) {}
+  torch::Tensor forward(const torch::Tensor& x) {
+    return LinearImpl::forward(x);
+  }
+  nn::Linear small;
+};
+FSDP_MODULE(Beside);
+
+TEST(ParallelCorners, AStyleDividesTheParametersOfItsModuleOnly) {
+  run_ranks(2, [&](int) {
+    const auto tp = init_device_mesh(test_device(), {2}, {"tp"});
+    Beside colwise;
+    Beside rowwise;
+    parallelize_module(colwise, tp, ColwiseParallel{});
+    parallelize_module(rowwise, tp, RowwiseParallel{});
+    EXPECT_EQ(colwise->weight.sizes(), (at::IntArrayRef{3, 6}));
+    EXPECT_EQ(rowwise->weight.sizes(), (at::IntArrayRef{6, 3}));
+    for (const auto& each : {colwise, rowwise}) {
+      EXPECT_EQ(each->small->weight.sizes(), (at::IntArrayRef{6, 6}));
+    }
+    distribute_parameter(colwise->small, "weight", tp, {Shard{0}});
+    EXPECT_EQ(colwise->small->weight.sizes(), (at::IntArrayRef{3, 6}));
+  });
+}
+
 } // namespace
 } // namespace fsdp

@@ -1,0 +1,296 @@
+// Hugging Face folders that the tool reads and writes.
+#include "cli/hf_models.h"
+
+#include <fsdp/launch.h>
+
+#include <fstream>
+#include <map>
+
+#include "cli/files.h"
+#include "cli/tiny_run.h"
+#include "cli/train/rotary.h"
+#include "cli/train/token_source.h"
+#include "support/tensors.h"
+
+namespace fsdp::cli {
+namespace {
+
+using test::contains;
+using test::message_of;
+using test::run;
+using torch::Tensor;
+using Json = nlohmann::ordered_json;
+
+// ------------------------------------------------------------ config.json
+
+/// Writes a folder with a config.json of a Llama that `change` has changed.
+template <class Change>
+std::string folder_with(Change change) {
+  Json json{{"model_type", "llama"},    {"vocab_size", 300},
+            {"hidden_size", 64},        {"intermediate_size", 96},
+            {"num_hidden_layers", 2},   {"num_attention_heads", 4},
+            {"num_key_value_heads", 2}, {"max_position_embeddings", 64}};
+  change(json);
+  const auto folder = test::temporary_folder();
+  write_file(folder + "/config.json", json.dump());
+  return folder;
+}
+
+TEST(HfConfig, WhatIsNotSupportedIsNamed) {
+  const auto refused = [](auto change, const std::string& part) {
+    const auto folder = folder_with(change);
+    const auto message = message_of<ConfigError>([&] { read_hf_config(folder); });
+    EXPECT_TRUE(contains(message, part)) << message;
+  };
+  const auto with = [](const char* key, Json value) {
+    return [=](Json& json) { json[key] = value; };
+  };
+  refused(with("model_type", "mamba"), "models of the family \"mamba\" are not supported");
+  refused(with("model_type", "gemma2"), "\"gemma2\" are not supported");
+  refused(with("model_type", Json(nullptr)), "\"model_type\" is missing");
+  refused(with("vocab_size", "many"), "\"vocab_size\" is \"many\", which has the wrong type");
+  refused([](Json& json) { json.erase("hidden_size"); }, "\"hidden_size\" is missing");
+  refused(with("hidden_act", "relu"), "\"hidden_act\" is \"relu\", which is not supported");
+  refused(with("hidden_activation", "gelu"), "\"hidden_activation\" is \"gelu\", which is not");
+  refused(with("num_hidden_layers", 2.9), "\"num_hidden_layers\" is 2.9, which has the wrong type");
+  refused(with("head_dim", 0), "\"head_dim\" must be above 0");
+  refused(with("sliding_window", 5), "\"sliding_window\": 5 is not known here");
+  refused(with("layer_types", Json{"full_attention"}), "has 1 entries for 2 layers");
+  refused(with("rope_scaling", "linear"), "rope_scaling: it does not hold an object");
+  refused(
+      [](Json& json) {
+        json["rope_scaling"] = Json{{"type", "linear"}, {"factor", 2}};
+        json["rope_parameters"] = Json{{"rope_theta", 1e4}};
+      },
+      "it has both \"rope_scaling\" and \"rope_parameters\"");
+  refused(with("attention_dropout", 0.1), "\"attention_dropout\" is 0.1, which is not supported");
+  refused(with("num_local_experts", 8), "\"num_local_experts\": 8 is not known here");
+  refused(
+      with("quantization_config", Json{{"bits", 4}}), "\"quantization_config\": {\"bits\":4} is");
+  refused(
+      with("rope_scaling", Json{{"rope_type", "yarn"}, {"factor", 4}}),
+      "rope_type \"yarn\" is not supported");
+  refused(with("rope_scaling", Json{{"type", "linear"}}), "rope_scaling: \"factor\" is missing");
+  refused(
+      with("rope_parameters", Json{{"rope_theta", 1e4}, {"partial_rotary_factor", 0.5}}),
+      "\"partial_rotary_factor\" is 0.5, which is not supported");
+  refused(
+      with("layer_types", Json{"full_attention", "sliding_attention"}),
+      "\"layer_types\" has \"sliding_attention\" for layer 1");
+  const auto folder = test::temporary_folder();
+  EXPECT_TRUE(
+      contains(message_of<ConfigError>([&] { read_hf_config(folder); }), "has no config.json"));
+  write_file(folder + "/config.json", "[1, 2");
+  EXPECT_TRUE(contains(message_of<ConfigError>([&] { read_hf_config(folder); }), "it is not JSON"));
+}
+
+TEST(HfConfig, MissingFieldsHaveTheDefaultsOfTheirFamily) {
+  const auto dims = [](auto change) { return read_hf_config(folder_with(change)).dims; };
+  EXPECT_EQ(dims([](Json& json) { json["model_type"] = "mistral"; }).window, 4096);
+  const auto no_window = [](Json& json) {
+    json["model_type"] = "mistral";
+    json["sliding_window"] = nullptr;
+  };
+  EXPECT_EQ(dims(no_window).window, 0);
+  EXPECT_EQ(dims([](Json& json) { json["model_type"] = "qwen2"; }).window, 0);
+  const auto used = [](Json& json) {
+    json["model_type"] = "qwen2";
+    json["use_sliding_window"] = true;
+    json["max_window_layers"] = 1;
+    json["attention_bias"] = true; // Qwen2 does not read it
+  };
+  EXPECT_EQ(dims(used).window, 4096);
+  EXPECT_EQ(dims(used).window_from, 1);
+  EXPECT_FALSE(dims(used).o_bias);
+  EXPECT_EQ(dims([](Json& json) { json["model_type"] = "qwen3"; }).head_dim(), 128);
+  EXPECT_EQ(dims([](Json& json) { json["model_type"] = "gemma"; }).head_dim(), 256);
+  EXPECT_TRUE(dims([](Json& json) { json["model_type"] = "gemma"; }).tied);
+  EXPECT_EQ(dims([](Json&) {}).head_dim(), 16);
+  const auto scaled = [](Json& json) {
+    json["rope_scaling"] = Json{{"type", "linear"}, {"factor", 3.3333337}};
+  };
+  EXPECT_EQ(RotaryScaling::parse(dims(scaled).rotary_scaling)->factor, 3.3333337);
+}
+
+TEST(HfConfig, WhatIsWrittenIsReadAgain) {
+  SKIP_WITHOUT_TRANSFORMERS();
+  for (const auto& name : models().names) {
+    SCOPED_TRACE(name);
+    const auto read = read_hf_config(models().folder + "/" + name);
+    const auto folder = test::temporary_folder();
+    write_file(folder + "/config.json", hf_config_json(read.dims, read.longest).dump());
+    const auto again = read_hf_config(folder);
+    EXPECT_EQ(hf_config_json(again.dims, again.longest), hf_config_json(read.dims, read.longest));
+    EXPECT_EQ(again.dims.head_dim(), read.dims.head_dim());
+    EXPECT_EQ(again.dims.window_from, read.dims.window_from);
+    EXPECT_EQ(again.dims.qkv_bias, read.dims.qkv_bias);
+    EXPECT_EQ(again.dims.rotary_scaling, read.dims.rotary_scaling);
+    EXPECT_EQ(again.longest, 64);
+  }
+}
+
+// ------------------------------------------------------------ The tool
+
+/// Exports a run, lets transformers load the folder, and compares the logits.
+void expect_export_is_read(const std::string& run_folder) {
+  const auto out = test::temporary_folder() + "/exported";
+  const auto exported = run({"export", run_folder, out});
+  ASSERT_EQ(exported.exit_code, 0) << exported.output;
+  const auto found = test::temporary_folder() + "/found.safetensors";
+  const auto ended = test::run_commands(
+      {{{FSDP_TEST_PYTHON, FSDP_TEST_DIR "/cli/hf_models.py", out, found}, {}}})[0];
+  ASSERT_EQ(ended.exit_code, 0) << ended.output;
+  run_ranks(1, [&](int) {
+    TrainConfig config;
+    config.model = read_hf_config(out).dims;
+    auto model = build_sharded(config, TrainMesh({}, c10::kCPU));
+    to_empty(model, torch::kCPU);
+    load_pretrained(model, out);
+    StateDict state;
+    state.insert("rows", torch::empty({4, 33}, torch::kLong));
+    state.insert("logits", torch::empty({4, 32, config.model.vocab}));
+    load(state, found);
+    const torch::NoGradGuard no_grad;
+    const auto logits = model(std::get<Tensor>(state.at("rows")).narrow(1, 0, 32));
+    EXPECT_LT(max_difference(logits, std::get<Tensor>(state.at("logits"))).item<float>(), 1e-5);
+    // They are the weights of the run.
+    StateDict of_run;
+    of_run.insert_all(get_model_state_dict(model), "model.");
+    std::map<std::string, Tensor> weights;
+    for (const auto& item : model->named_parameters()) {
+      weights[item.key()] = as_dtensor(item.value()).full_tensor().clone();
+    }
+    load(of_run, run_folder + "/checkpoints/latest");
+    for (const auto& item : model->named_parameters()) {
+      EXPECT_SAME(as_dtensor(item.value()).full_tensor(), weights.at(item.key()));
+    }
+  });
+  const auto again = run({"export", run_folder, out});
+  EXPECT_EQ(again.exit_code, 2) << again.output;
+  EXPECT_TRUE(contains(again.output, "exists already; choose another name"));
+}
+
+TEST(HfFolder, ARunFromScratchIsExported) {
+  SKIP_WITHOUT_TRANSFORMERS();
+  const auto folder = test::temporary_folder() + "/run";
+  for (const auto& [name, more] : std::map<std::string, std::vector<std::string>>{
+           {"llama", {}},
+           {"mistral", {"--window", "9", "--tied", "true"}},
+           {"qwen2", {"--qkv-bias", "true", "--rotary-scaling", "llama3:4,1,4,16"}},
+           {"gemma", {"--gemma", "true", "--tied", "true", "--head-dim", "16"}}}) {
+    SCOPED_TRACE(name);
+    auto words = test::tiny_options(test::text_file(), {"--run", folder + name, "--steps", "3"});
+    words.insert(words.end(), more.begin(), more.end());
+    const auto trained = run(words);
+    ASSERT_EQ(trained.exit_code, 0) << trained.output;
+    expect_export_is_read(folder + name);
+  }
+}
+
+TEST(HfFolder, TextBecomesTokensOfTheFolder) {
+  SKIP_WITHOUT_TOKENIZER();
+  const auto from = models().folder + "/qwen3";
+  const auto tokenizer = Tokenizer::read(from);
+  const auto folder = test::temporary_folder();
+  const std::string text = "def main(out):\n    # Größe\n    return 1\n";
+  std::ofstream(folder + "/a.txt") << text;
+  std::ofstream(folder + "/b.jsonl") << R"({"text": "import torch", "id": 1})"
+                                        "\n\n"
+                                     << R"({"id": 2, "text": "\u00e4 <|endoftext|>"})";
+  std::vector<int64_t> tokens;
+  for (const std::string& document :
+       {text, std::string("import torch"), std::string("ä <|endoftext|>")}) {
+    const auto more = tokenizer.encode(document);
+    tokens.insert(tokens.end(), more.begin(), more.end());
+    const auto end = tokenizer.find("<|endoftext|>").value();
+    if (tokens.back() != end) { // the last document has it already
+      tokens.push_back(end);
+    }
+  }
+  const auto tokenized = [&](const std::string& out, std::vector<std::string> more) {
+    std::vector<std::string> words{"tokenize", "--tokenizer", from, "--out", folder + "/" + out};
+    words.insert(words.end(), more.begin(), more.end());
+    return run(words);
+  };
+  for (const std::string out : {"t.bin", "t.npy"}) {
+    const auto ended = tokenized(out, {folder + "/a.txt", folder + "/b.jsonl"});
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+    EXPECT_TRUE(contains(ended.output, "2 files, 3 documents")) << ended.output;
+    const auto source = open_token_files({folder + "/" + out}, TokenType::uint16, 300);
+    std::vector<int64_t> found(static_cast<size_t>(source->size()));
+    source->read(0, source->size(), found.data());
+    EXPECT_EQ(found, tokens);
+  }
+
+  const auto refused = [&](const std::string& out, const std::vector<std::string>& more,
+                           const std::string& part) {
+    const auto ended = tokenized(out, more);
+    EXPECT_EQ(ended.exit_code, 2) << ended.output;
+    EXPECT_TRUE(contains(ended.output, part)) << ended.output;
+  };
+  const auto a = folder + "/a.txt";
+  refused("t.bin", {a}, "t.bin exists already");
+  refused("t.txt", {a}, "must end in .bin or .npy");
+  refused("u.bin", {folder + "/none.txt"}, "none.txt cannot be read");
+  refused("u.bin", {a, "--end", "<none>"}, "--end <none>: the tokenizer has no such token");
+  std::ofstream(folder + "/c.txt") << text << "\xff";
+  refused(
+      "u.bin", {folder + "/c.txt"}, "c.txt is not UTF-8 at byte " + std::to_string(text.size()));
+  std::ofstream(folder + "/c.jsonl") << "{\"text\": \"a\"}\n{\"texts\": \"a\"}\n";
+  refused("u.bin", {folder + "/c.jsonl"}, "c.jsonl line 2 is not an object with the text \"text\"");
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    EXPECT_FALSE(contains(entry.path().filename().string(), "u.bin")) << entry.path();
+  }
+
+  // Files of tokens need no tokenizer, so it may be of any kind. Empty files have no text.
+  const auto other = folder + "/other";
+  std::filesystem::copy(from, other);
+  std::ofstream(other + "/tokenizer.json") << R"({"normalizer": {"type": "Lowercase"}})";
+  std::filesystem::create_directory(folder + "/texts");
+  std::ofstream(folder + "/texts/a.txt") << read_file(test::text_file()).value();
+  std::ofstream(folder + "/texts/empty.txt");
+  EXPECT_EQ(tokenized("long.npy", {folder + "/texts/a.txt"}).exit_code, 0);
+  const auto planned = [&](const std::string& model, const std::string& data) {
+    return run({"train", "--dry-run", "--from", model, "--data", folder + data, "--context", "8"});
+  };
+  EXPECT_EQ(planned(other, "/long.npy").exit_code, 0) << planned(other, "/long.npy").output;
+  EXPECT_EQ(planned(from, "/texts").exit_code, 0) << planned(from, "/texts").output;
+  EXPECT_TRUE(contains(planned(other, "/texts").output, "Lowercase"));
+
+  // A model with other tokens cannot be trained on bytes.
+  const auto on_bytes =
+      run({"train", "--dry-run", "--from", models().folder + "/llama", "--data", a});
+  EXPECT_EQ(on_bytes.exit_code, 2) << on_bytes.output;
+  EXPECT_TRUE(contains(on_bytes.output, "llama has no tokenizer.json")) << on_bytes.output;
+}
+
+TEST(HfFolder, TrainStartsFromAFolder) {
+  SKIP_WITHOUT_TOKENIZER();
+  const auto text = test::text_file();
+  const auto run_folder = test::temporary_folder() + "/run";
+  const std::vector<std::string> words{"train",   "--from",    models().folder + "/qwen3",
+                                       "--data",  text,        "--ranks",
+                                       "2",       "--context", "32",
+                                       "--batch", "4",         "--steps",
+                                       "3",       "--run",     run_folder};
+  const auto trained = run(words);
+  EXPECT_EQ(trained.exit_code, 0) << trained.output;
+  EXPECT_TRUE(contains(trained.output, "tokens to train on")) << trained.output;
+  auto resumed = run({"train", "--resume", run_folder, "--steps", "5"});
+  EXPECT_EQ(resumed.exit_code, 0) << resumed.output;
+
+  expect_export_is_read(run_folder);
+
+  const auto refused = [&](std::vector<std::string> more, const std::string& part) {
+    std::vector<std::string> all{"train", "--dry-run", "--from", models().folder + "/qwen3"};
+    all.insert(all.end(), more.begin(), more.end());
+    const auto ended = run(all);
+    EXPECT_EQ(ended.exit_code, 2) << ended.output;
+    EXPECT_TRUE(contains(ended.output, part)) << ended.output;
+  };
+  refused({"--dim", "128"}, "--dim 128: the model of --from has --dim 64; leave it out");
+  refused({"--context", "65"}, "--context 65: the model of --from takes 64 tokens at most");
+}
+
+} // namespace
+} // namespace fsdp::cli
