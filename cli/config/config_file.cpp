@@ -28,9 +28,31 @@ const std::set<std::string> kTables{"mesh"};
 
 /// The options that --model decides.
 const std::set<std::string> kModelOptions{
-    "vocab",       "dim",         "layers",         "heads",    "kv-heads", "hidden",   "tied",
-    "rotary-base", "norm-eps",    "head-dim",       "qkv-bias", "o-bias",   "mlp-bias", "qk-norm",
-    "window",      "window-from", "rotary-scaling", "gemma",    "from"};
+    "vocab",
+    "dim",
+    "layers",
+    "heads",
+    "kv-heads",
+    "hidden",
+    "tied",
+    "rotary-base",
+    "norm-eps",
+    "head-dim",
+    "qkv-bias",
+    "o-bias",
+    "mlp-bias",
+    "qk-norm",
+    "window",
+    "window-from",
+    "rotary-scaling",
+    "gemma",
+    "from",
+    "full-every",
+    "window-rotary-base",
+    "sandwich-norms",
+    "attention-size",
+    "attention-cap",
+    "score-cap"};
 
 /// `options` and `more`.
 std::set<std::string> with(std::set<std::string> options, const std::string& more) {

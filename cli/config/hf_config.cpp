@@ -1,5 +1,6 @@
 #include "cli/config/hf_config.h"
 
+#include <algorithm>
 #include <cctype>
 #include <set>
 #include <vector>
@@ -19,8 +20,10 @@ using Json = nlohmann::ordered_json;
 const std::set<std::string> kHarmless{
     "_attn_implementation_autoset",
     "_name_or_path",
+    "_sliding_window_pattern", // layer_types says it
     "architectures",
     "bos_token_id",
+    "cache_implementation",
     "chunk_size_feed_forward",
     "dtype",
     "eos_token_id",
@@ -43,10 +46,24 @@ const std::set<std::string> kHarmless{
 
 /// The base and scaling of the rotary positions. Transformers 5 has them in rope_parameters, and
 /// earlier versions in rope_theta and rope_scaling.
-void read_rotary(JsonFields& fields, int64_t longest, ModelDims& dims) {
-  dims.rotary_base = fields.get<double>("rope_theta", 10000);
+void read_rotary(JsonFields& fields, const std::string& family, int64_t longest, ModelDims& dims) {
+  const bool gemma3 = family == "gemma3_text"; // has others in blocks with a window
+  dims.rotary_base = fields.get<double>("rope_theta", gemma3 ? 1e6 : 1e4);
   const auto old = fields.get<Json>("rope_scaling", {});
-  const auto parameters = fields.get<Json>("rope_parameters", {});
+  auto parameters = fields.get<Json>("rope_parameters", {});
+  if (gemma3) {
+    dims.window_rotary_base = fields.get<double>("rope_local_base_freq", 1e4);
+    if (!parameters.is_null()) {
+      JsonFields both(parameters, fields.file() + ": rope_parameters");
+      JsonFields sliding(
+          both.require<Json>("sliding_attention"), both.file() + ": sliding_attention");
+      sliding.expect<std::string>("rope_type", "default");
+      dims.window_rotary_base = sliding.require<double>("rope_theta");
+      sliding.check_all_read();
+      parameters = both.require<Json>("full_attention");
+      both.check_all_read();
+    }
+  }
   check_config(
       old.is_null() || parameters.is_null(), fields.file(),
       ": it has both \"rope_scaling\" and \"rope_parameters\"; remove one");
@@ -92,16 +109,31 @@ void read_window(JsonFields& fields, const std::string& family, ModelDims& dims)
     }
   }
   const auto types = fields.get<std::vector<std::string>>("layer_types", {});
+  if (family == "gemma2" || family == "gemma3_text") {
+    dims.window = fields.get<int64_t>("sliding_window", 4096);
+    dims.full_every = family == "gemma2" ? 2 : fields.get<int64_t>("sliding_window_pattern", 6);
+    const auto full = std::find(types.begin(), types.end(), "full_attention");
+    if (!types.empty()) { // decides it; whether it is regular is checked below
+      dims.full_every = full == types.end() ? 0 : full - types.begin() + 1;
+    }
+  }
   check_config(
       types.empty() || static_cast<int64_t>(types.size()) == dims.layers, fields.file(),
       ": \"layer_types\" has ", types.size(), " entries for ", dims.layers, " layers");
   for (size_t i = 0; i < types.size(); ++i) {
-    const bool slides = dims.window > 0 && static_cast<int64_t>(i) >= dims.window_from;
+    const bool slides = dims.window_of(static_cast<int64_t>(i)) > 0;
     const auto* const expected = slides ? "sliding_attention" : "full_attention";
     check_config(
         types[i] == expected, fields.file(), ": \"layer_types\" has \"", types[i], "\" for layer ",
         i, ", where the other fields mean \"", expected, "\"; this is not supported");
   }
+}
+
+/// A cap of scores; null means none.
+double read_cap(JsonFields& fields, const std::string& key, double if_missing) {
+  const auto cap = fields.get<double>(key, fields.has(key) ? 0 : if_missing);
+  check_config(cap >= 0, fields.file(), ": \"", key, "\" must be above 0, or null");
+  return cap;
 }
 
 } // namespace
@@ -114,14 +146,15 @@ HfConfig read_hf_config(const std::string& folder) {
       " has no config.json; it must be a folder of Hugging Face");
   auto fields = JsonFields::read(file);
   const auto family = fields.require<std::string>("model_type");
-  const std::set<std::string> known{"gemma", "llama", "mistral", "qwen2", "qwen3"};
+  const std::set<std::string> known{"gemma",   "gemma2", "gemma3_text", "llama",
+                                    "mistral", "qwen2",  "qwen3"};
   check_config(
       known.contains(family), file, ": models of the family \"", family,
-      "\" are not supported; gemma, llama, mistral, qwen2 and qwen3 are");
+      "\" are not supported; gemma, gemma2, gemma3_text, llama, mistral, qwen2 and qwen3 are");
 
   HfConfig config;
   auto& dims = config.dims;
-  dims.gemma = family == "gemma";
+  dims.gemma = family.starts_with("gemma");
   dims.vocab = fields.require<int64_t>("vocab_size");
   dims.dim = fields.require<int64_t>("hidden_size");
   dims.layers = fields.require<int64_t>("num_hidden_layers");
@@ -132,18 +165,23 @@ HfConfig read_hf_config(const std::string& folder) {
   dims.tied = fields.get<bool>("tie_word_embeddings", dims.gemma);
   // Where the field is missing, families have defaults of their own.
   check_config(fields.get<int64_t>("head_dim", 1) > 0, file, ": \"head_dim\" must be above 0");
-  dims.head_size = fields.get<int64_t>(
-      "head_dim", family == "qwen3"   ? 128
-                  : family == "gemma" ? 256
-                                      : 0);
-  dims.qk_norm = family == "qwen3";
+  dims.head_size = fields.get<int64_t>("head_dim", family == "qwen3" ? 128 : dims.gemma ? 256 : 0);
+  dims.qk_norm = family == "qwen3" || family == "gemma3_text";
+  if (family == "gemma2" || family == "gemma3_text") {
+    const bool caps = family == "gemma2";
+    const auto attention_cap = read_cap(fields, "attn_logit_softcapping", 50);
+    dims.attention_cap = caps ? attention_cap : 0; // Gemma 3 has the field, but does not use it
+    dims.score_cap = read_cap(fields, "final_logit_softcapping", caps ? 30 : 0);
+    dims.attention_size = fields.get<int64_t>("query_pre_attn_scalar", 256);
+    dims.sandwich_norms = true;
+  }
   // Qwen2 does not read the field.
   const bool attention_bias = fields.get<bool>("attention_bias", false) && family != "qwen2";
   dims.qkv_bias = attention_bias || family == "qwen2";
   dims.o_bias = attention_bias;
   dims.mlp_bias = fields.get<bool>("mlp_bias", false);
   config.longest = fields.get<int64_t>("max_position_embeddings", 0);
-  read_rotary(fields, config.longest, dims);
+  read_rotary(fields, family, config.longest, dims);
   read_window(fields, family, dims);
   const std::string activation = dims.gemma ? "gelu_pytorch_tanh" : "silu";
   fields.expect<std::string>("hidden_act", activation);
@@ -159,22 +197,33 @@ HfConfig read_hf_config(const std::string& folder) {
 
 nlohmann::ordered_json hf_config_json(const ModelDims& dims, int64_t longest) {
   const bool qwen2 = dims.qkv_bias && !dims.o_bias;
-  const std::string family = dims.gemma        ? "gemma"
+  const bool gemma3 = dims.gemma && dims.sandwich_norms && dims.qk_norm;
+  const bool gemma2 = dims.gemma && dims.sandwich_norms && !dims.qk_norm;
+  const std::string family = gemma3            ? "gemma3_text"
+                             : gemma2          ? "gemma2"
+                             : dims.gemma      ? "gemma"
                              : dims.qk_norm    ? "qwen3"
                              : qwen2           ? "qwen2"
                              : dims.window > 0 ? "mistral"
                                                : "llama";
   const auto scaling = RotaryScaling::parse(dims.rotary_scaling);
   const bool fits = (dims.qkv_bias || !dims.o_bias) && (!qwen2 || family == "qwen2") &&
-                    !(dims.gemma && dims.qk_norm) && (!dims.mlp_bias || family == "llama") &&
+                    (gemma3 || !(dims.gemma && dims.qk_norm)) &&
+                    (dims.gemma || !dims.sandwich_norms) && (!dims.mlp_bias || family == "llama") &&
+                    (gemma2 || dims.attention_cap == 0) &&
+                    (gemma3 || dims.window_rotary_base == 0) &&
+                    (gemma2 || gemma3 ||
+                     (dims.score_cap == 0 && dims.attention_size == 0 && dims.full_every == 0)) &&
+                    !(gemma3 && scaling && dims.window > 0 && dims.window_rotary_base == 0) &&
                     (!dims.o_bias || family == "llama" || family == "qwen3" || dims.gemma) &&
                     (dims.window == 0 || family == "qwen2" || family == "qwen3" ||
-                     (family == "mistral" && dims.window_from == 0));
+                     ((family == "mistral" || gemma2 || gemma3) && dims.window_from == 0));
   check_config(
       fits,
       "no family of models of Hugging Face has all of these options: --qkv-bias, --o-bias, "
-      "--mlp-bias, --qk-norm, --window, --gemma");
-  auto name = family;
+      "--mlp-bias, --qk-norm, --window, --full-every, --window-rotary-base, --gemma, "
+      "--sandwich-norms, --attention-size, --attention-cap, --score-cap");
+  auto name = gemma3 ? std::string("gemma3") : family;
   name[0] = static_cast<char>(std::toupper(name[0]));
   Json json{
       {"architectures", {name + "ForCausalLM"}},
@@ -186,7 +235,8 @@ nlohmann::ordered_json hf_config_json(const ModelDims& dims, int64_t longest) {
       {"num_attention_heads", dims.heads},
       {"num_key_value_heads", dims.kv_heads},
       {"head_dim", dims.head_dim()},
-      {"hidden_act", dims.gemma ? "gelu_pytorch_tanh" : "silu"},
+      {gemma2 || gemma3 ? "hidden_activation" : "hidden_act",
+       dims.gemma ? "gelu_pytorch_tanh" : "silu"},
       {"max_position_embeddings", longest},
       {"rms_norm_eps", dims.norm_eps},
       {"tie_word_embeddings", dims.tied},
@@ -195,9 +245,23 @@ nlohmann::ordered_json hf_config_json(const ModelDims& dims, int64_t longest) {
   if (family == "llama") {
     json["mlp_bias"] = dims.mlp_bias;
   }
+  if (gemma2 || gemma3) {
+    const auto cap = [](double value) { return value > 0 ? Json(value) : Json(nullptr); };
+    json["query_pre_attn_scalar"] = dims.attention_size > 0 ? dims.attention_size : dims.head_dim();
+    json["attn_logit_softcapping"] = cap(dims.attention_cap);
+    json["final_logit_softcapping"] = cap(dims.score_cap);
+    json["sliding_window"] = 4096; // says nothing if no layer has it
+    for (int64_t i = 0; i < dims.layers; ++i) {
+      json["layer_types"].push_back(dims.window_of(i) > 0 ? "sliding_attention" : "full_attention");
+    }
+    if (gemma3) {
+      json["rope_local_base_freq"] =
+          dims.window_rotary_base > 0 ? dims.window_rotary_base : dims.rotary_base;
+    }
+  }
   if (dims.window > 0) {
     json["sliding_window"] = dims.window;
-    if (family != "mistral") {
+    if (family == "qwen2" || family == "qwen3") {
       json["use_sliding_window"] = true;
       json["max_window_layers"] = dims.window_from;
     }

@@ -15,9 +15,9 @@ struct HfConfig {
   int64_t longest = 0; // the most tokens that a row may have; 0: not said
 };
 
-/// Reads config.json of a folder with a model of the families Llama, Mistral, Qwen2, Qwen3 or the
-/// first Gemma. Throws ConfigError that names the field if the model has anything that Transformer
-/// does not compute.
+/// Reads config.json of a folder with a model of the families Llama, Mistral, Qwen2, Qwen3, or
+/// Gemma 1 to 3 without images. Throws ConfigError that names the field if the model has anything
+/// that Transformer does not compute.
 HfConfig read_hf_config(const std::string& folder);
 
 /// The content of a config.json with which Hugging Face's transformers builds the same model.

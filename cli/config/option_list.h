@@ -23,8 +23,16 @@ void for_each_option(Visit visit) {
   visit("qk-norm", [](auto& config) -> auto& { return config.model.qk_norm; }, true);
   visit("window", [](auto& config) -> auto& { return config.model.window; }, true);
   visit("window-from", [](auto& config) -> auto& { return config.model.window_from; }, true);
+  visit("full-every", [](auto& config) -> auto& { return config.model.full_every; }, true);
+  visit(
+      "window-rotary-base", [](auto& config) -> auto& { return config.model.window_rotary_base; },
+      true);
   visit("rotary-scaling", [](auto& config) -> auto& { return config.model.rotary_scaling; }, true);
   visit("gemma", [](auto& config) -> auto& { return config.model.gemma; }, true);
+  visit("sandwich-norms", [](auto& config) -> auto& { return config.model.sandwich_norms; }, true);
+  visit("attention-size", [](auto& config) -> auto& { return config.model.attention_size; }, true);
+  visit("attention-cap", [](auto& config) -> auto& { return config.model.attention_cap; }, true);
+  visit("score-cap", [](auto& config) -> auto& { return config.model.score_cap; }, true);
   visit("lora", [](auto& config) -> auto& { return config.model.lora; }, true);
   visit("from", [](auto& config) -> auto& { return config.from; }, true);
   visit("context", [](auto& config) -> auto& { return config.context; }, true);

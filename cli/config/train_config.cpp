@@ -34,6 +34,16 @@ void check_model(const ModelDims& dims) {
   within("--hidden", dims.hidden, 1);
   at_least("--window", dims.window, 0);
   at_least("--window-from", dims.window_from, 0);
+  at_least("--full-every", dims.full_every, 0);
+  at_least("--attention-size", dims.attention_size, 0);
+  for (const auto& [option, value] : std::initializer_list<std::pair<const char*, double>>{
+           {"--window-rotary-base", dims.window_rotary_base},
+           {"--attention-cap", dims.attention_cap},
+           {"--score-cap", dims.score_cap}}) {
+    check_config(
+        value >= 0 && std::isfinite(value), option, " ", value,
+        ": it must be 0 or more, and finite");
+  }
   (void)RotaryScaling::parse(dims.rotary_scaling);
   (void)Lora::parse(dims.lora);
   check_config(

@@ -5,14 +5,12 @@
 #include <algorithm>
 #include <utility>
 
-#include "cli/train/rotary.h"
-
 namespace fsdp::cli {
 
 Decoder::Decoder(Transformer model, int64_t most) : model_(std::move(model)), most_(most) {
   const auto& dims = model_->dims;
   const auto& weight = model_->embed_tokens->weight;
-  rotary_ = rotary_table(most, dims.head_dim(), dims.rotary_base, dims.rotary_scaling, weight);
+  rotary_ = model_->rotary(most, weight);
   for (int64_t i = 0; i < dims.layers; ++i) {
     for (auto* kept : {&keys_, &values_}) {
       kept->push_back(torch::empty({1, dims.kv_heads, most, dims.head_dim()}, weight.options()));
@@ -26,23 +24,23 @@ torch::Tensor Decoder::scores_behind(const std::vector<int64_t>& tokens) {
   TORCH_CHECK(time == 1 || length_ == 0, "several tokens must be the first ones");
   TORCH_CHECK(length_ + time <= most_, "there is room for ", most_, " tokens only");
   const auto& weight = model_->embed_tokens->weight;
-  const auto rotary = rotary_.narrow(1, length_, time);
   auto x = model_->embed(torch::tensor(tokens).to(weight.device()).unsqueeze(0));
   for (size_t i = 0; i < model_->layers.size(); ++i) {
     x = model_->layers[i]->with_attention(
-        x, [&](const torch::Tensor& normalized) { return attend(i, normalized, rotary); });
+        x, [&](const torch::Tensor& normalized) { return attend(i, normalized); });
   }
   length_ += time;
   return model_->scores_of(x.narrow(1, time - 1, 1)).flatten().to(torch::kCPU, torch::kFloat);
 }
 
-torch::Tensor Decoder::attend(size_t block, const torch::Tensor& x, const torch::Tensor& rotary) {
+torch::Tensor Decoder::attend(size_t block, const torch::Tensor& x) {
   auto& attention = model_->layers[block]->self_attn;
-  const auto heads = attention->project(x, rotary);
   const auto time = x.size(1);
+  const auto window = model_->window_of(block);
+  const auto& rotary = window > 0 ? rotary_.sliding : rotary_.whole;
+  const auto heads = attention->project(x, rotary.narrow(1, length_, time));
   keys_[block].narrow(2, length_, time).copy_(heads.keys);
   values_[block].narrow(2, length_, time).copy_(heads.values);
-  const auto window = model_->window_of(block);
   if (length_ == 0) { // sees only what is new
     const auto mask = TransformerImpl::mask(x, window, /*documents=*/{});
     return attention->mix(heads, mask, /*causal=*/!mask.defined());

@@ -32,12 +32,12 @@ class Decoder {
 
  private:
   /// Attention of a block over what it has kept and what is new.
-  torch::Tensor attend(size_t block, const torch::Tensor& x, const torch::Tensor& rotary);
+  torch::Tensor attend(size_t block, const torch::Tensor& x);
 
   Transformer model_;
   const int64_t most_;
   int64_t length_ = 0;
-  torch::Tensor rotary_;                     // of all positions
+  TransformerImpl::Rotary rotary_;           // of all positions
   std::vector<torch::Tensor> keys_, values_; // of each block: (1, kv_heads, most, head_dim)
 };
 

@@ -43,8 +43,8 @@ double flops_per_token(const ModelDims& dims, int64_t context) {
   auto flops =
       (trains_all ? 6.0 : 4.0) * static_cast<double>(dims.dim * dims.vocab); // of the output layer
   for (int64_t layer = 0; layer < dims.layers; ++layer) {
-    const bool has_window = dims.window > 0 && layer >= dims.window_from;
-    const auto seen = has_window ? std::min(dims.window, context) : context;
+    const auto window = dims.window_of(layer);
+    const auto seen = window > 0 ? std::min(window, context) : context;
     flops += (trains_all ? 6.0 : 4.0) * static_cast<double>(weights) +
              12.0 * static_cast<double>(queries * seen);
   }

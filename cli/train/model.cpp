@@ -1,6 +1,7 @@
 #include "cli/train/model.h"
 
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include <fsdp/meta_init.h>
@@ -16,6 +17,28 @@ namespace {
 
 nn::Linear linear(int64_t in, int64_t out) {
   return nn::Linear(torch::nn::LinearOptions(in, out).bias(false));
+}
+
+/// Attention with scores that are capped, which no operator of torch does in one.
+torch::Tensor capped_attention(
+    const AttentionImpl::Heads& heads,
+    const torch::Tensor& mask,
+    bool causal,
+    double scale,
+    double cap) {
+  const auto& [q, k, v] = heads;
+  const auto shared = q.size(1) / k.size(1); // so many heads have the same keys
+  const auto keys = k.repeat_interleave(shared, 1);
+  const auto values = v.repeat_interleave(shared, 1);
+  auto scores = (q.matmul(keys.transpose(2, 3)) * (scale / cap)).tanh() * cap;
+  auto seen = mask;
+  if (causal) {
+    seen = torch::ones({q.size(2), k.size(2)}, q.options().dtype(torch::kBool)).tril();
+  }
+  if (seen.defined()) {
+    scores = scores.masked_fill(seen.logical_not(), -std::numeric_limits<double>::infinity());
+  }
+  return torch::softmax(scores, -1, torch::kFloat).to(q.scalar_type()).matmul(values);
 }
 
 /// Whether this is a projection back into the residual stream, or a parameter of one.
@@ -78,6 +101,10 @@ torch::Tensor ProjectionImpl::forward(const torch::Tensor& x) {
 
 AttentionImpl::AttentionImpl(const ModelDims& dims)
     : head_dim(dims.head_dim()),
+      scale(
+          1 / std::sqrt(static_cast<double>(
+                  dims.attention_size > 0 ? dims.attention_size : dims.head_dim()))),
+      cap(dims.attention_cap),
       q_proj(nullptr),
       k_proj(nullptr),
       v_proj(nullptr),
@@ -90,8 +117,8 @@ AttentionImpl::AttentionImpl(const ModelDims& dims)
   v_proj = projection("v_proj", dims.dim, dims.kv_heads * head_dim, dims.qkv_bias);
   o_proj = projection("o_proj", dims.heads * head_dim, dims.dim, dims.o_bias);
   if (dims.qk_norm) {
-    q_norm = register_module("q_norm", RMSNorm(head_dim, dims.norm_eps));
-    k_norm = register_module("k_norm", RMSNorm(head_dim, dims.norm_eps));
+    q_norm = register_module("q_norm", RMSNorm(head_dim, dims.norm_eps, dims.gemma));
+    k_norm = register_module("k_norm", RMSNorm(head_dim, dims.norm_eps, dims.gemma));
   }
 }
 
@@ -110,9 +137,11 @@ AttentionImpl::Heads AttentionImpl::project(const torch::Tensor& x, const torch:
 
 torch::Tensor AttentionImpl::mix(const Heads& heads, const torch::Tensor& mask, bool causal) {
   const auto& [q, k, v] = heads;
-  const auto mixed = at::scaled_dot_product_attention(
-      q, k, v, mask.defined() ? std::optional(mask) : std::nullopt, /*dropout_p=*/0, causal,
-      /*scale=*/{}, /*enable_gqa=*/q.size(1) != k.size(1));
+  const auto mixed =
+      cap > 0 ? capped_attention(heads, mask, causal, scale, cap)
+              : at::scaled_dot_product_attention(
+                    q, k, v, mask.defined() ? std::optional(mask) : std::nullopt, /*dropout_p=*/0,
+                    causal, scale, /*enable_gqa=*/q.size(1) != k.size(1));
   return o_proj(mixed.transpose(1, 2).reshape({q.size(0), q.size(2), -1}));
 }
 
@@ -142,7 +171,15 @@ BlockImpl::BlockImpl(const ModelDims& dims)
       post_attention_layernorm(register_module(
           "post_attention_layernorm", RMSNorm(dims.dim, dims.norm_eps, dims.gemma))),
       self_attn(register_module("self_attn", Attention(dims))),
-      mlp(register_module("mlp", FeedForward(dims))) {}
+      mlp(register_module("mlp", FeedForward(dims))) {
+  if (dims.sandwich_norms) {
+    const auto norm = [&](const char* name) {
+      return register_module(name, RMSNorm(dims.dim, dims.norm_eps, dims.gemma));
+    };
+    pre_feedforward_layernorm = norm("pre_feedforward_layernorm");
+    post_feedforward_layernorm = norm("post_feedforward_layernorm");
+  }
+}
 
 torch::Tensor BlockImpl::forward(
     const torch::Tensor& x, const torch::Tensor& rotary, const torch::Tensor& mask) {
@@ -199,18 +236,31 @@ torch::Tensor TransformerImpl::mask(
 torch::Tensor TransformerImpl::forward(
     const torch::Tensor& tokens, const torch::Tensor& documents) {
   auto x = embed(tokens);
-  const auto rotary =
-      rotary_table(tokens.size(1), dims.head_dim(), dims.rotary_base, dims.rotary_scaling, x);
+  const auto turns = rotary(tokens.size(1), x);
   const auto whole = mask(x, /*window=*/0, documents);
   const auto sliding = dims.window > 0 ? mask(x, dims.window, documents) : whole;
   for (size_t i = 0; i < layers.size(); ++i) {
-    x = layers[i](x, rotary, window_of(i) > 0 ? sliding : whole);
+    const bool slides = window_of(i) > 0;
+    x = layers[i](x, slides ? turns.sliding : turns.whole, slides ? sliding : whole);
   }
   return scores_of(x);
 }
 
-torch::Tensor TransformerImpl::scores_of(const torch::Tensor& hidden) {
-  const auto x = norm(hidden);
+TransformerImpl::Rotary TransformerImpl::rotary(int64_t time, const torch::Tensor& like) const {
+  Rotary result;
+  result.whole = rotary_table(time, dims.head_dim(), dims.rotary_base, dims.rotary_scaling, like);
+  result.sliding = dims.window_rotary_base > 0
+                       ? rotary_table(time, dims.head_dim(), dims.window_rotary_base, "none", like)
+                       : result.whole;
+  return result;
+}
+
+torch::Tensor TransformerImpl::scores_of(const torch::Tensor& x) {
+  const auto scores = uncapped_scores_of(norm(x));
+  return dims.score_cap > 0 ? (scores / dims.score_cap).tanh() * dims.score_cap : scores;
+}
+
+torch::Tensor TransformerImpl::uncapped_scores_of(const torch::Tensor& x) {
   if (!dims.tied) {
     return lm_head(x);
   }

@@ -32,12 +32,23 @@ struct ModelDims {
   bool qk_norm = false;    // norms of each query and key
   int64_t window = 0;      // attention reaches this many tokens back, itself included; 0: all
   int64_t window_from = 0; // only in blocks from this one on
+  int64_t full_every = 0;  // but not in each block whose number is a multiple of this, from 1 on
+  double window_rotary_base = 0; // of blocks with a window, which are not scaled then; 0: as others
   std::string rotary_scaling = "none"; // see RotaryScaling
-  bool gemma = false;        // GELU, norms that multiply by 1 + weight, and a scaled embedding
-  std::string lora = "none"; // see Lora; it trains nothing else then
+  bool gemma = false;          // GELU, norms that multiply by 1 + weight, and a scaled embedding
+  bool sandwich_norms = false; // norms behind attention and feed-forward part, too
+  int64_t attention_size = 0;  // its root divides the scores of attention; 0: the size of a head
+  double attention_cap = 0;    // scores s of attention become cap * tanh(s / cap); 0: they do not
+  double score_cap = 0;        // the same for the scores of the next token
+  std::string lora = "none";   // see Lora; it trains nothing else then
 
   int64_t head_dim() const {
     return head_size > 0 ? head_size : dim / heads;
+  }
+  /// How far back the attention of a block reaches; 0: to the beginning.
+  int64_t window_of(int64_t block) const {
+    const bool is_full = block < window_from || (full_every > 0 && (block + 1) % full_every == 0);
+    return is_full ? 0 : window;
   }
 };
 
@@ -96,6 +107,8 @@ struct AttentionImpl : torch::nn::Module {
   torch::Tensor mix(const Heads& heads, const torch::Tensor& mask, bool causal);
 
   int64_t head_dim;
+  double scale; // of the scores
+  double cap;   // see ModelDims::attention_cap
   Projection q_proj, k_proj, v_proj, o_proj;
   RMSNorm q_norm{nullptr}, k_norm{nullptr}; // null without qk_norm
 };
@@ -118,11 +131,17 @@ struct BlockImpl : torch::nn::Module {
   /// The same, with `attend(normalized)` in the place of attention.
   template <class Attend>
   torch::Tensor with_attention(const torch::Tensor& x, const Attend& attend) {
-    const auto attended = x + attend(input_layernorm(x));
-    return attended + mlp(post_attention_layernorm(attended));
+    if (pre_feedforward_layernorm.is_empty()) {
+      const auto attended = x + attend(input_layernorm(x));
+      return attended + mlp(post_attention_layernorm(attended));
+    }
+    const auto attended = x + post_attention_layernorm(attend(input_layernorm(x)));
+    return attended + post_feedforward_layernorm(mlp(pre_feedforward_layernorm(attended)));
   }
 
   RMSNorm input_layernorm, post_attention_layernorm;
+  /// Null without sandwich_norms.
+  RMSNorm pre_feedforward_layernorm{nullptr}, post_feedforward_layernorm{nullptr};
   Attention self_attn;
   FeedForward mlp;
 };
@@ -143,12 +162,18 @@ struct TransformerImpl : torch::nn::Module {
   /// The `mask` of blocks whose attention reaches `window` tokens back; 0: all. Undefined if each
   /// token sees all before it.
   static torch::Tensor mask(const torch::Tensor& x, int64_t window, const torch::Tensor& documents);
-  /// How far back the attention of a block reaches; 0: to the beginning.
   int64_t window_of(size_t block) const {
-    return static_cast<int64_t>(block) >= dims.window_from ? dims.window : 0;
+    return dims.window_of(static_cast<int64_t>(block));
   }
+  /// The rotary positions of blocks without a window, and of those with one; see rotary_table.
+  struct Rotary {
+    torch::Tensor whole, sliding;
+  };
+  Rotary rotary(int64_t time, const torch::Tensor& like) const;
   /// The scores of the next token, from the result of the last block.
   torch::Tensor scores_of(const torch::Tensor& x);
+
+  torch::Tensor uncapped_scores_of(const torch::Tensor& x);
 
   ModelDims dims;
   std::optional<DeviceMesh> tensor_mesh; // a mesh of one axis, if tensor parallel

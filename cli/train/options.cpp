@@ -70,8 +70,8 @@ void add_model_options(CLI::App& command, TrainOptions& options) {
   add("--rotary-base", dims.rotary_base, "Base of the rotary positions");
   add("--norm-eps", dims.norm_eps, "Epsilon of the norms");
   add("--from", options.identity.config.from,
-      "Hugging Face folder to begin with: its sizes and weights (gemma 1, llama, mistral, qwen2, "
-      "qwen3)");
+      "Hugging Face folder to begin with: its sizes and weights (gemma 1 to 3, llama, mistral, "
+      "qwen2, qwen3)");
   add("--lora", dims.lora,
       "Train two small matrices beside each projection of --from, and nothing else; for example "
       "rank=16, or rank=16,alpha=32,targets=q_proj+v_proj [alpha: twice the rank; all seven]");
@@ -83,9 +83,19 @@ void add_model_options(CLI::App& command, TrainOptions& options) {
   add("--qk-norm", dims.qk_norm, "Norms of queries and keys: true or false");
   add("--window", dims.window, "Attention reaches so many tokens back; 0: all");
   add("--window-from", dims.window_from, "The first block with --window");
+  add("--full-every", dims.full_every, "Each block of this number has no --window; 0: none");
+  add("--window-rotary-base", dims.window_rotary_base,
+      "Base of the rotary positions in blocks with --window; 0: as in the others");
   add("--rotary-scaling", dims.rotary_scaling,
       "Stretches the positions: none, linear:FACTOR or llama3:FACTOR,LOW,HIGH,ORIGINAL");
   add("--gemma", dims.gemma, "GELU, norms by 1 + weight and a scaled embedding: true or false");
+  add("--sandwich-norms", dims.sandwich_norms,
+      "Norms behind attention and feed-forward part, too: true or false");
+  add("--attention-size", dims.attention_size,
+      "Its root divides the scores of attention; 0: the size of a head");
+  add("--attention-cap", dims.attention_cap,
+      "Scores s of attention become CAP * tanh(s / CAP); 0: they do not");
+  add("--score-cap", dims.score_cap, "The same for the scores of the next token");
 }
 
 void add_training_options(CLI::App& command, TrainOptions& options) {

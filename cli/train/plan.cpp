@@ -333,16 +333,26 @@ Activations plan_activations(const TrainConfig& config, const MeshShape& mesh) {
           ? 0
           : normed + normed_numel / dims.head_dim() * 4 +
                 (on_cpu ? normed + (config.param_dtype == "fp32" ? 0 : 4 * normed_numel) : 0);
+  // Norms behind attention and feed-forward part keep less: what comes after them only adds.
+  const auto sandwich = dims.sandwich_norms ? 2 * (norm - wide) : 0;
+  // Capped attention keeps the scores of all tokens that a token may see: behind tanh, behind
+  // softmax in fp32, and in the dtype of compute. It repeats keys and values for each head.
+  const auto num_scores = dims.heads / mesh.tensor * config.context;
+  const auto capped = dims.attention_cap == 0
+                          ? 0
+                          : num_scores * (4 + (bytes < 4 ? 2 : 1) * bytes) + 2 * (heads - kv_heads);
   const auto swiglu = 4 * hidden; // gate, its silu, up, and their product
   // Inside of a block, the gradients are the most where those of its output, of silu and of up are
   // there. A product of matrices in 16 bits has one copy more on the CPU.
   return {
-      .block = tokens * (2 * norm + qk_norms + attention + swiglu),
+      .block = tokens * (2 * norm + sandwich + qk_norms + attention + capped + swiglu),
       .checkpoint = tokens * wide,
       .matmuls = tokens *
                  (2 * heads + 2 * kv_heads + 4 * dims.heads / mesh.tensor + 2 * hidden + 2 * wide),
       .unneeded = tokens * wide, // the last product: autograd saves nothing that comes after it
-      .in_block = tokens * (wide + (on_cpu && bytes < 4 ? 3 : 2) * hidden),
+      .in_block = tokens * std::max(
+                               wide + (on_cpu && bytes < 4 ? 3 : 2) * hidden,
+                               wide + (dims.attention_cap == 0 ? 0 : 2 * 4 * num_scores - swiglu)),
       .end = tokens * norm,
       .scores = tokens * 3 * 4 * dims.vocab / mesh.tensor};
 }

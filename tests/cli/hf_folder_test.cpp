@@ -46,7 +46,7 @@ TEST(HfConfig, WhatIsNotSupportedIsNamed) {
     return [=](Json& json) { json[key] = value; };
   };
   refused(with("model_type", "mamba"), "models of the family \"mamba\" are not supported");
-  refused(with("model_type", "gemma2"), "\"gemma2\" are not supported");
+  refused(with("model_type", "gemma3"), "\"gemma3\" are not supported"); // it also reads images
   refused(with("model_type", Json(nullptr)), "\"model_type\" is missing");
   refused(with("vocab_size", "many"), "\"vocab_size\" is \"many\", which has the wrong type");
   refused([](Json& json) { json.erase("hidden_size"); }, "\"hidden_size\" is missing");
@@ -177,7 +177,13 @@ TEST(HfFolder, ARunFromScratchIsExported) {
            {"llama", {}},
            {"mistral", {"--window", "9", "--tied", "true"}},
            {"qwen2", {"--qkv-bias", "true", "--rotary-scaling", "llama3:4,1,4,16"}},
-           {"gemma", {"--gemma", "true", "--tied", "true", "--head-dim", "16"}}}) {
+           {"gemma", {"--gemma", "true", "--tied", "true", "--head-dim", "16"}},
+           {"gemma2",
+            {"--gemma", "true", "--sandwich-norms", "true", "--window", "9", "--full-every", "2",
+             "--attention-cap", "20", "--score-cap", "10"}},
+           {"gemma3",
+            {"--gemma", "true", "--sandwich-norms", "true", "--qk-norm", "true", "--window", "9",
+             "--window-rotary-base", "100", "--attention-size", "30"}}}) {
     SCOPED_TRACE(name);
     auto words = test::tiny_options(test::text_file(), {"--run", folder + name, "--steps", "3"});
     words.insert(words.end(), more.begin(), more.end());

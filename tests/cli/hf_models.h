@@ -43,7 +43,7 @@ inline const Models& models() {
         result.names.push_back(entry.path().stem());
       }
     }
-    EXPECT_GE(result.names.size(), 13u) << ended.output;
+    EXPECT_GE(result.names.size(), 17u) << ended.output;
     return result;
   }();
   return made;

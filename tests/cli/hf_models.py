@@ -49,15 +49,53 @@ CASES = {
     "qwen3-biases": transformers.Qwen3Config(**SIZES, head_dim=16, attention_bias=True),
     # No padding token: PyTorch gives it no gradient as an input, and rows of text have none.
     "gemma": transformers.GemmaConfig(**SIZES, head_dim=32, pad_token_id=None),
+    # The caps are low, so that they make a difference.
+    "gemma2": transformers.Gemma2Config(
+        **SIZES,
+        head_dim=16,
+        pad_token_id=None,
+        sliding_window=7,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=2.0,
+    ),
+    "gemma2-no-caps": transformers.Gemma2Config(
+        **SIZES,
+        head_dim=32,
+        pad_token_id=None,
+        attention_bias=True,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+    ),
+    "gemma3": transformers.Gemma3TextConfig(
+        **SIZES,
+        head_dim=16,
+        pad_token_id=None,
+        sliding_window=5,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        query_pre_attn_scalar=24,
+        final_logit_softcapping=3.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
+    "gemma3-all-slide": transformers.Gemma3TextConfig(
+        **SIZES, head_dim=24, pad_token_id=None, sliding_window=9, tie_word_embeddings=False
+    ),
 }
 
 
 def with_old_fields(config):
     """config.json as transformers before version 5 wrote it."""
     parameters = config.pop("rope_parameters")
+    types = config.pop("layer_types", [])
+    if "sliding_attention" in parameters:
+        config["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+        config["sliding_window_pattern"] = types.index("full_attention") + 1
+        parameters = parameters["full_attention"]
     config["rope_theta"] = parameters.pop("rope_theta")
     config["torch_dtype"] = config.pop("dtype", "float32")
-    config.pop("layer_types", None)
     if parameters["rope_type"] != "default":
         config["rope_scaling"] = parameters
     return config
@@ -136,7 +174,7 @@ def main(out):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for key, param in model.named_parameters():
-                param.normal_(1 if "norm" in key and name != "gemma" else 0, 0.1)
+                param.normal_(1 if "norm" in key and not name.startswith("gemma") else 0, 0.1)
         folder = f"{out}/{name}"
         # Several files for one model, and one for the next.
         model.save_pretrained(folder, max_shard_size="60KB" if number % 2 == 0 else "5GB")

@@ -409,6 +409,38 @@ const std::vector<Case> kCases{
        c.model.gemma = true;
        c.model.head_size = 48;
      }},
+    {"like Gemma 2",
+     {.shard = 2},
+     [](TrainConfig& c) {
+       c.model.gemma = c.model.sandwich_norms = true;
+       c.model.window = 32;
+       c.model.full_every = 2;
+       c.model.attention_cap = 50;
+       c.model.score_cap = 30;
+     }},
+    {"like Gemma 2, tp, checkpointing",
+     {.shard = 2, .tensor = 2},
+     [](TrainConfig& c) {
+       c.model.gemma = c.model.sandwich_norms = true;
+       c.model.attention_cap = 50;
+       c.activation_checkpointing = true;
+     }},
+    {"like Gemma 2, long rows",
+     {.shard = 2},
+     [](TrainConfig& c) {
+       c.model.gemma = c.model.sandwich_norms = true;
+       c.model.attention_cap = 50;
+       c.activation_checkpointing = true;
+       c.context = 900;
+       c.batch = 2;
+     }},
+    {"like Gemma 3",
+     {.shard = 2},
+     [](TrainConfig& c) {
+       c.model.gemma = c.model.sandwich_norms = c.model.qk_norm = true;
+       c.model.window = 32;
+       c.model.full_every = 3;
+     }},
     {"biases and a window",
      {.shard = 4},
      [](TrainConfig& c) {
