@@ -1,291 +1,134 @@
 #include "cli/train/corpus.h"
 
-#include <dlfcn.h>
-#include <glob.h>
 #include <torch/torch.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
+#include <bit>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <filesystem>
+#include <iomanip>
 #include <numeric>
+#include <sstream>
 #include <utility>
-#include <vector>
+
+#include <nlohmann/json.hpp>
 
 #include "cli/check.h"
 #include "cli/files.h"
 #include "cli/hash.h"
-#include "cli/report/report.h"
-#include "cli/text/examples.h"
-#include "cli/train/packing.h"
 
 namespace fsdp::cli {
 
 namespace {
 
-constexpr int64_t kLongestBlock = 64 << 10;
+using Part = DataSet::Part;
 
-/// Returns true for a folder that `fsdp train` wrote. Such folders are not part of the text: it
-/// would change with every run, and a resumed run needs the same text.
-bool is_run_folder(const std::string& folder) {
-  return is_file(folder + "/" + kMetricsFile) && is_file(folder + "/" + kConfigFile);
-}
-
-/// All files below `folder`, sorted by name, so that the order is the same on every machine.
-std::vector<std::string> files_below(const std::string& folder) {
-  std::vector<std::string> names;
-  try {
-    for (const auto& entry : std::filesystem::directory_iterator(folder)) {
-      names.push_back(entry.path().filename().string());
-    }
-  } catch (const std::filesystem::filesystem_error& error) {
-    throw_config_error("--data: ", folder, " cannot be listed: ", error.code().message());
+/// The weights in a .json file, by the paths of data sets, which begin at its folder. Empty if it
+/// is another kind of file.
+std::vector<std::pair<std::string, double>> weights_in(const std::string& path) {
+  std::vector<std::pair<std::string, double>> weights;
+  const auto text = path.ends_with(".json") ? read_file(path) : std::nullopt;
+  const auto json =
+      nlohmann::ordered_json::parse(text.value_or(""), nullptr, /*allow_exceptions=*/false);
+  if (!json.is_object() || json.empty() || !json.begin()->is_number()) {
+    return weights;
   }
-  std::sort(names.begin(), names.end());
-  std::vector<std::string> files;
-  for (const auto& name : names) {
-    const auto path = folder + "/" + name;
-    const bool is_link = std::filesystem::is_symlink(path); // links to folders may form a cycle
-    if (name[0] == '.') {
-      continue;
-    }
-    if (is_file(path)) {
-      files.push_back(path);
-    } else if (is_folder(path) && !is_link && !is_run_folder(path)) {
-      const auto more = files_below(path);
-      files.insert(files.end(), more.begin(), more.end());
-    }
-  }
-  return files;
-}
-
-std::string read_text(const std::string& path) {
-  auto text = read_file(path);
-  check_config(text.has_value(), "--data: ", path, " cannot be read: ", std::strerror(errno));
-  return std::move(*text);
-}
-
-/// Throws ConfigError if the model does not have the token.
-int64_t checked_token(int64_t token, const std::string& name, const TokensOf& tokens) {
-  check_config(
-      token < tokens.vocab, "--data: ", name, " has the token ", token, " ('",
-      tokens.tokenizer->bytes_of(token), "'), but the model has only ", tokens.vocab);
-  return token;
-}
-
-/// The tokens of text files, each of which is a document or holds documents.
-Corpus tokenize_files(
-    const std::vector<std::string>& files, const std::string& name, const TokensOf& tokens) {
-  std::vector<int32_t> all;
-  tokenize_documents(
-      *tokens.tokenizer, files, tokens.documents, [&](const std::vector<int64_t>& more) {
-        for (const auto token : more) {
-          all.push_back(static_cast<int32_t>(checked_token(token, name, tokens)));
-        }
-      });
-  return Corpus(
-      std::make_shared<TokenList>(std::move(all)), name, static_cast<int64_t>(files.size()));
-}
-
-/// All text below a folder: the files that are not empty and have no zero byte.
-Corpus read_folder(const std::string& folder, const std::string& name, const TokensOf& tokens) {
-  std::string text;
-  std::vector<std::string> files;
-  for (const auto& path : files_below(folder)) {
-    const auto more = read_text(path);
-    if (!more.empty() && more.find('\0') == std::string::npos) {
-      files.push_back(path);
-      text += tokens.tokenizer ? "" : more;
-    }
-  }
-  check_config(
-      !files.empty(), "--data: there is no text in ", folder, "; for files of tokens: --data '",
-      folder, "/*.bin'");
-  return tokens.tokenizer ? tokenize_files(files, name, tokens)
-                          : Corpus(std::move(text), name, static_cast<int64_t>(files.size()));
-}
-
-Corpus read_packed(const std::string& path, const TokensOf& tokens) {
-  check_config(
-      tokens.tokenizer.has_value(), "--data: ", path,
-      " holds examples, for which a tokenizer is needed; give a model with --from");
-  const auto examples = read_examples(*tokens.tokenizer, path, tokens.documents.end);
-  for (const auto& example : examples) {
-    for (const auto token : example.tokens) {
-      checked_token(token, path, tokens);
-    }
-  }
-  return Corpus(
-      std::make_shared<TokenList>(pack_examples(examples, path, tokens.context)), path,
-      /*num_files=*/1, /*row=*/tokens.context + 1);
-}
-
-/// The include folder next to the lib folder of the loaded LibTorch. Empty if it is not known.
-std::string loaded_headers() {
-  Dl_info info{};
-  if (dladdr(reinterpret_cast<const void*>(&torch::autograd::grad), &info) == 0) {
-    return "";
-  }
-  const auto library = real_path(info.dli_fname);
-  const auto folder = library.substr(0, library.rfind('/'));
-  return folder.substr(0, folder.rfind('/')) + "/include";
-}
-
-/// Puts [0, size) into an order that looks random: returns what comes at `index`. A Feistel network
-/// permutes the next power of four; numbers beyond `size` are permuted again until one is inside.
-int64_t permuted(int64_t index, int64_t size, uint64_t key) {
-  int bits = 1; // of each half
-  while ((int64_t{1} << (2 * bits)) < size) {
-    ++bits;
-  }
-  const auto mask = (uint64_t{1} << bits) - 1;
-  auto number = static_cast<uint64_t>(index);
-  do {
-    auto left = number >> bits;
-    auto right = number & mask;
-    for (uint64_t round = 0; round < 4; ++round) {
-      left = std::exchange(right, left ^ (splitmix64(key + 4 * right + round) & mask));
-    }
-    number = left << bits | right;
-  } while (number >= static_cast<uint64_t>(size));
-  return static_cast<int64_t>(number);
-}
-
-/// The files that a pattern finds, in the order of their names.
-std::vector<std::string> matching_files(const std::string& pattern) {
-  glob_t found{};
-  std::vector<std::string> files;
-  if (glob(pattern.c_str(), 0, nullptr, &found) == 0) {
-    files.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
-  }
-  globfree(&found);
-  check_config(!files.empty(), "--data: ", pattern, " finds no file");
-  for (const auto& file : files) {
+  const auto folder = std::filesystem::path(path).parent_path();
+  for (const auto& [name, weight] : json.items()) {
     check_config(
-        is_token_file(file), "--data: ", pattern, " finds ", file,
-        ", which is no file of tokens (.bin or .npy)");
+        weight.is_number() && weight.get<double>() > 0 && std::isfinite(weight.get<double>()),
+        "--data: ", path, ": the weight of \"", name, "\" is ", weight.dump(),
+        "; it must be a number above 0");
+    weights.emplace_back((folder / name).string(), weight.get<double>());
   }
-  return files;
+  return weights;
 }
 
-bool is_pattern(const std::string& path) {
-  return path.find_first_of("*?[") != std::string::npos;
+template <class Sets, class Of>
+int64_t sum_over(const Sets& sets, const Of& of) {
+  int64_t sum = 0;
+  for (const auto& set : sets) {
+    sum += of(set.data);
+  }
+  return sum;
 }
 
-constexpr int64_t kCheckedTokens = 1 << 26; // before the first step
-constexpr int64_t kSampledTokens = 1 << 22; // to count them
+/// In which part `index` is, if the parts have so many members, and its place there.
+std::pair<size_t, int64_t> part_of(int64_t index, const std::vector<int64_t>& counts) {
+  size_t part = 0;
+  while (index >= counts[part]) {
+    index -= counts[part++];
+  }
+  return {part, index};
+}
 
 } // namespace
 
 bool Corpus::is_text(const std::string& path) {
-  return !is_token_file(path) && (!is_pattern(path) || access(path.c_str(), F_OK) == 0);
+  const auto weights = weights_in(path);
+  return weights.empty() ? is_text_path(path)
+                         : std::any_of(weights.begin(), weights.end(), [](const auto& each) {
+                             return is_text_path(each.first);
+                           });
 }
 
 Corpus Corpus::read(const std::string& path, const TokensOf& tokens) {
-  const auto open_tokens = [&](const std::vector<std::string>& files) {
-    Corpus corpus(
-        open_token_files(files, tokens.raw, tokens.vocab), path,
-        static_cast<int64_t>(files.size()));
-    for (const auto part : {Part::train, Part::held_out}) {
-      corpus.sample(part, kCheckedTokens, [](const auto&) {}); // reading checks them
-    }
-    return corpus;
-  };
-  if (is_pattern(path) && access(path.c_str(), F_OK) != 0) {
-    return open_tokens(matching_files(path));
+  const auto weights = weights_in(path);
+  if (weights.empty()) {
+    return Corpus(read_data_set(path, tokens));
   }
-  check_config(access(path.c_str(), F_OK) == 0, "--data: there is no file or folder ", path);
-  if (is_folder(path)) {
-    return read_folder(path, path, tokens);
+  double sum = 0;
+  for (const auto& [part, weight] : weights) {
+    sum += weight;
   }
-  check_config(is_file(path), "--data: ", path, " is neither a file nor a folder");
-  return is_token_file(path)    ? open_tokens({path})
-         : holds_examples(path) ? read_packed(path, tokens)
-         : tokens.tokenizer     ? tokenize_files({path}, path, tokens)
-                                : Corpus(read_text(path), path);
+  std::vector<Weighted> sets;
+  for (const auto& [part, weight] : weights) {
+    sets.push_back({read_data_set(part, tokens), weight / sum});
+    check_config(
+        sets.back().data.is_bytes() == sets[0].data.is_bytes(), "--data: ", path, " mixes ",
+        sets[0].data.name(), ", which has ", sets[0].data.unit(), ", with ", part, ", which has ",
+        sets.back().data.unit());
+  }
+  return {std::move(sets), path};
 }
 
-Corpus Corpus::libtorch_headers(const TokensOf& tokens) {
-  for (const auto& folder : {loaded_headers(), std::string(FSDP_TORCH_INCLUDE)}) {
-    if (is_folder(folder + "/ATen")) {
-      return read_folder(folder, "LibTorch's C++ headers", tokens);
-    }
-  }
-  throw_config_error(
-      "LibTorch's headers, the default text, are neither in ", loaded_headers(), " nor in ",
-      FSDP_TORCH_INCLUDE, "; give a text of your own with --data");
+Corpus::Corpus(std::string text, std::string name)
+    : Corpus(DataSet(std::move(text), std::move(name), 1)) {}
+
+Corpus::Corpus(DataSet data) : name_(data.name()) {
+  sets_.push_back({std::move(data)});
 }
 
-Corpus::Corpus(std::string text, std::string name, int64_t num_files)
-    : Corpus(std::make_shared<TextSource>(std::move(text)), std::move(name), num_files) {
-  is_bytes_ = true;
+Corpus::Corpus(std::vector<Weighted> sets, std::string name)
+    : sets_(std::move(sets)), name_(std::move(name)) {}
+
+int64_t Corpus::num_files() const {
+  return sum_over(sets_, [](const DataSet& data) { return data.num_files(); });
 }
 
-Corpus::Corpus(
-    std::shared_ptr<TokenSource> tokens, std::string name, int64_t num_files, int64_t row)
-    : name_(std::move(name)), num_files_(num_files), source_(std::move(tokens)), row_(row) {
-  const auto size = source_->size();
-  if (row > 0) {
-    block_ = row;
-    held_out_every_ = std::min(held_out_every_, size / row);
-  } else {
-    block_ = std::clamp<int64_t>(size / held_out_every_, 1, kLongestBlock);
-  }
-  for (auto start = (held_out_every_ - 1) * block_; start < size;
-       start += held_out_every_ * block_) {
-    num_held_out_ += std::min(block_, size - start);
-  }
+int64_t Corpus::num_train() const {
+  return sum_over(sets_, [](const DataSet& data) { return data.size_of(Part::train); });
 }
 
-void Corpus::read_part(Part part, int64_t start, int64_t count, int64_t* out) const {
-  while (count > 0) {
-    const auto number = start / block_;
-    // Of `held_out_every_` blocks, all but the last are for training.
-    const auto block = part == Part::train ? number + number / (held_out_every_ - 1)
-                                           : held_out_every_ * number + held_out_every_ - 1;
-    const auto here = std::min(count, block_ - start % block_);
-    source_->read(block * block_ + start % block_, here, out);
-    start += here;
-    count -= here;
-    out += here;
-  }
+int64_t Corpus::num_held_out() const {
+  return sum_over(sets_, [](const DataSet& data) { return data.size_of(Part::held_out); });
 }
 
-void Corpus::sample(
-    Part part,
-    int64_t most,
-    const std::function<void(const std::vector<int64_t>& tokens)>& visit) const {
-  constexpr int64_t kStretch = 1 << 12;
-  const auto num_stretches = (size_of(part) + kStretch - 1) / kStretch;
-  const auto wanted = std::max<int64_t>(1, (most + kStretch - 1) / kStretch);
-  const auto step = std::max<int64_t>(1, (num_stretches + wanted - 1) / wanted);
-  std::vector<int64_t> tokens;
-  for (int64_t i = 0; i < num_stretches; i += step) {
-    tokens.resize(static_cast<size_t>(std::min(kStretch, size_of(part) - i * kStretch)));
-    read_part(part, i * kStretch, static_cast<int64_t>(tokens.size()), tokens.data());
-    visit(tokens);
+std::string Corpus::shares() const {
+  std::ostringstream text;
+  text << std::setprecision(3);
+  for (const auto& [data, share] : sets_) {
+    text << (&data == &sets_[0].data ? "" : ", ") << 100 * share << " % " << data.name();
   }
+  return sets_.size() > 1 ? text.str() : "";
 }
 
 std::string Corpus::fingerprint() const {
-  uint64_t hash = 0;
-  for (const auto part : {Part::train, Part::held_out}) {
-    hash = splitmix64(hash ^ static_cast<uint64_t>(size_of(part)));
-    const auto most = is_bytes() ? size_of(part) : kSampledTokens;
-    const size_t in_word = is_bytes() ? 8 : 1; // tokens
-    sample(part, most, [&](const std::vector<int64_t>& tokens) {
-      for (size_t at = 0; at < tokens.size(); at += in_word) {
-        uint64_t word = 0;
-        for (size_t i = 0; i < in_word && at + i < tokens.size(); ++i) {
-          word |= static_cast<uint64_t>(tokens[at + i]) << (8 * i);
-        }
-        hash = splitmix64(hash ^ word);
-      }
-    });
+  auto hash = sets_[0].data.fingerprint();
+  for (size_t i = 0; sets_.size() > 1 && i < sets_.size(); ++i) {
+    hash = splitmix64(hash ^ sets_[i].data.fingerprint());
+    hash = splitmix64(hash ^ std::bit_cast<uint64_t>(sets_[i].share));
   }
   char hex[17];
   std::snprintf(hex, sizeof(hex), "%016llx", static_cast<unsigned long long>(hash));
@@ -293,91 +136,92 @@ std::string Corpus::fingerprint() const {
 }
 
 void Corpus::check_context(int64_t context) const {
-  const auto least = std::min(num_train(), num_held_out());
-  check_config(
-      row_ == 0 || least > 0, "--data: ", name_, " fills only one row of --context ", context,
-      ", and one more is needed, to be held out; give more examples, or a smaller --context");
-  check_config(
-      least > 1, "--data: ", name_, " is too short: it has ", source_->size(), " ", unit(),
-      ", and --context ", context, " needs about ", held_out_every_ * (context + 1));
-  check_config(
-      least > context, "--context ", context, ": ", name_, " has too little text for it (",
-      num_train(), " ", unit(), " to train on, ", num_held_out(),
-      " held out); give more with --data, or a --context below ", least);
+  for (const auto& set : sets_) {
+    set.data.check_context(context);
+  }
+}
+
+void Corpus::separate_documents(int64_t end) {
+  for (auto& set : sets_) {
+    set.data.separate_documents(end);
+  }
+}
+
+bool Corpus::has_flags() const {
+  return std::any_of(
+      sets_.begin(), sets_.end(), [](const Weighted& set) { return set.data.has_flags(); });
+}
+
+std::vector<int64_t> Corpus::divided(int64_t total) const {
+  std::vector<int64_t> counts;
+  double end = 0;
+  int64_t given = 0;
+  for (const auto& set : sets_) { // rounds the ends, so that all together are `total`
+    end += set.share * static_cast<double>(total);
+    counts.push_back(std::llround(end) - given);
+    given += counts.back();
+  }
+  const auto most = [&] { return std::max_element(counts.begin(), counts.end()); };
+  *most() += total - given; // the shares may not be 1 to the last digit
+  for (auto& count : counts) {
+    while (count == 0 && *most() > 1) {
+      *most() -= 1;
+      count += 1;
+    }
+  }
+  return counts;
 }
 
 torch::Tensor Corpus::train_rows(const BatchOf& batch, int64_t first, int64_t count) const {
-  const auto context = batch.context;
-  auto rows = torch::empty({count, context + 1}, torch::kLong);
-  const auto key = splitmix64(splitmix64(batch.seed) + static_cast<uint64_t>(batch.step));
-  const auto num_starts = static_cast<uint64_t>(num_train() - context);
-  // A row's last token begins the next one, unless they are rows of examples.
-  const auto stride = row_ > 0 ? row_ : context;
-  const auto rows_per_epoch = (num_train() - context - 1) / stride + 1;
+  constexpr int64_t kTurn = 10000;
+  auto rows = torch::empty({count, batch.context + 1}, torch::kLong);
+  const auto counts = divided(kTurn);
   for (int64_t row = 0; row < count; ++row) {
-    int64_t start = 0;
-    if (is_bytes()) {
-      start =
-          static_cast<int64_t>(splitmix64(key + static_cast<uint64_t>(first + row)) % num_starts);
-    } else {
-      const auto number = batch.step * batch.rows + first + row;
-      const auto epoch = static_cast<uint64_t>(number / rows_per_epoch);
-      start = stride * permuted(
-                           number % rows_per_epoch, rows_per_epoch,
-                           splitmix64(splitmix64(batch.seed) ^ epoch));
+    auto number = batch.step * batch.rows + first + row;
+    size_t set = 0;
+    if (sets_.size() > 1) {
+      const auto turn = number / kTurn;
+      const auto key = splitmix64(splitmix64(batch.seed) + static_cast<uint64_t>(turn));
+      const auto [chosen, place] = part_of(permuted(number % kTurn, kTurn, key), counts);
+      set = chosen;
+      number = turn * counts[set] + place;
     }
-    read_part(Part::train, start, context + 1, rows[row].data_ptr<int64_t>());
+    sets_[set].data.train_row(batch, first + row, number, rows[row].data_ptr<int64_t>());
   }
-  mark_documents(rows);
   return rows;
 }
 
 torch::Tensor Corpus::held_out_rows(
     int64_t first, int64_t count, int64_t total, int64_t context) const {
   auto rows = torch::empty({count, context + 1}, torch::kLong);
-  const auto last_start = num_held_out() - context - 1;
+  const auto counts = divided(total);
   for (int64_t row = 0; row < count; ++row) {
-    const auto start = row_ > 0 ? row_ * (num_held_out() / row_ * (first + row) / total)
-                                : last_start * (first + row) / std::max<int64_t>(1, total - 1);
-    read_part(Part::held_out, start, context + 1, rows[row].data_ptr<int64_t>());
+    const auto [set, place] = part_of(first + row, counts);
+    sets_[set].data.held_out_row(place, counts[set], context, rows[row].data_ptr<int64_t>());
   }
-  mark_documents(rows);
   return rows;
 }
 
-void Corpus::mark_documents(torch::Tensor& rows) const {
-  if (separator_) {
-    const auto ends = rows.narrow(1, 0, rows.size(1) - 1).eq(*separator_);
-    rows.narrow(1, 1, rows.size(1) - 1).bitwise_or_(ends.to(torch::kLong) * (kBegins | kIsGiven));
-  }
-}
-
 int64_t Corpus::num_rows(int64_t context) const {
-  return row_ > 0 ? source_->size() / row_ : (source_->size() - 1 + context - 1) / context;
+  return sum_over(sets_, [&](const DataSet& data) { return data.num_rows(context); });
 }
 
 torch::Tensor Corpus::rows_of_all(int64_t first, int64_t count, int64_t context) const {
   auto rows = torch::full({count, context + 1}, kIsGiven, torch::kLong);
-  const auto stride = row_ > 0 ? row_ : context;
-  for (int64_t row = 0; row < count; ++row) {
-    const auto start = std::min((first + row) * stride, source_->size());
-    source_->read(
-        start, std::min(context + 1, source_->size() - start), rows[row].data_ptr<int64_t>());
+  std::vector<int64_t> counts;
+  for (const auto& set : sets_) {
+    counts.push_back(set.data.num_rows(context));
   }
-  mark_documents(rows);
+  const auto end = std::min(count, num_rows(context) - first);
+  for (int64_t row = 0; row < end; ++row) {
+    const auto [set, place] = part_of(first + row, counts);
+    sets_[set].data.row_of_all(place, context, rows[row].data_ptr<int64_t>());
+  }
   return rows;
 }
 
-std::string Corpus::held_out_text() const {
-  std::string text;
-  sample(Part::held_out, num_held_out(), [&](const std::vector<int64_t>& tokens) {
-    text.append(tokens.begin(), tokens.end());
-  });
-  return text;
-}
-
 std::string Corpus::prompt() const {
-  const auto text = held_out_text();
+  const auto text = sets_[0].data.held_out_text();
   for (size_t start = text.find('\n') + 1; start < text.size();) {
     const auto end = std::min(text.find('\n', start), text.size());
     if (end - start >= 16 && end - start < 64) {
@@ -388,24 +232,29 @@ std::string Corpus::prompt() const {
   return text.substr(0, 16);
 }
 
-std::vector<double> Corpus::count_tokens(Part part) const {
-  std::vector<double> counts(256);
-  sample(part, is_bytes() ? size_of(part) : kSampledTokens, [&](const auto& tokens) {
-    for (const auto token : tokens) {
-      if ((token & kIsGiven) != 0) { // of examples
-        continue;
-      }
-      const auto number = static_cast<size_t>(token & kTokenNumber);
-      counts.resize(std::max(counts.size(), number + 1));
-      ++counts[number];
+std::vector<double> Corpus::frequencies(DataSet::Part part) const {
+  // One data set has its counts. Of several, each has its share of all counts.
+  std::vector<std::vector<double>> counts;
+  double all = 0;
+  for (const auto& set : sets_) {
+    counts.push_back(set.data.count_tokens(part));
+    all += std::accumulate(counts.back().begin(), counts.back().end(), 0.0);
+  }
+  std::vector<double> result;
+  for (size_t i = 0; i < sets_.size(); ++i) {
+    const auto mine = std::accumulate(counts[i].begin(), counts[i].end(), 0.0);
+    result.resize(std::max(result.size(), counts[i].size()));
+    for (size_t token = 0; token < counts[i].size(); ++token) {
+      result[token] +=
+          sets_.size() == 1 ? counts[i][token] : counts[i][token] * sets_[i].share * all / mine;
     }
-  });
-  return counts;
+  }
+  return result;
 }
 
 double Corpus::frequency_loss() const {
-  const auto known = count_tokens(Part::train);
-  const auto asked = count_tokens(Part::held_out);
+  const auto known = frequencies(Part::train);
+  const auto asked = frequencies(Part::held_out);
   const auto sum = [](const auto& counts) {
     return std::accumulate(counts.begin(), counts.end(), 0.0);
   };

@@ -133,10 +133,10 @@ void Narrator::text(const Corpus& corpus) {
   };
   if (to_people()) {
     screen_.labelled(
-        "text",
-        c10::str(
-            corpus.name(), ": ", plural(corpus.num_files(), "file"), ", ", size(corpus.num_train()),
-            " to train on and ", size(corpus.num_held_out()), " held out"));
+        "text", c10::str(
+                    corpus.name(), ": ", plural(corpus.num_files(), "file"), ", ",
+                    size(corpus.num_train()), " to train on and ", size(corpus.num_held_out()),
+                    " held out", corpus.shares().empty() ? "" : "; rows: " + corpus.shares()));
   }
 }
 

@@ -64,7 +64,7 @@ class Narrator {
   /// Models of --from have tokens of their own, unless those are bytes.
   bool trains_on_bytes() const {
     const auto& config = options_.identity.config;
-    return !is_token_file(options_.identity.data) &&
+    return Corpus::is_text(options_.identity.data) &&
            (config.from.empty() || config.model.vocab == 256);
   }
   static void print(const nlohmann::ordered_json& json);

@@ -109,8 +109,8 @@ void add_training_options(CLI::App& command, TrainOptions& options) {
   add("--context", config.context, "Tokens per row");
   add("--data", options.identity.data,
       "File or folder of text, a .jsonl file of examples, or files of tokens: .bin or .npy, or a "
-      "pattern for several "
-      "[LibTorch's C++ headers]");
+      "pattern for several; or a .json file with weights of several such paths [LibTorch's C++ "
+      "headers]");
   add("--document-end", config.document_end,
       "Attention does not cross this token: its number, or eos for the eos_token of --from");
   add("--token-dtype", options.token_dtype,

@@ -188,6 +188,123 @@ TEST(Corpus, LossOfTokenFrequencies) {
   EXPECT_NEAR(corpus.frequency_loss(), std::log(4), 0.1);
 }
 
+// ------------------------------------------------------------ Weights
+
+/// Writes a file of tokens, all from [first, first + count).
+void write_numbers(const std::string& path, int64_t first, int64_t count) {
+  std::vector<int64_t> tokens;
+  for (int64_t i = 0; i < count; ++i) {
+    tokens.push_back(first + i);
+  }
+  std::ofstream(path, std::ios::binary) << raw<uint16_t>(tokens);
+}
+
+TEST(WeightedData, EachDataSetHasItsShareOfTheRows) {
+  const auto folder = test::temporary_folder();
+  write_numbers(folder + "/a_1.bin", 0, 2000);
+  write_numbers(folder + "/a_2.bin", 2000, 2000);
+  write_numbers(folder + "/b.bin", 10000, 400); // has many epochs
+  std::ofstream(folder + "/mix.json") << R"({"a_*.bin": 6.99, "b.bin": 3, "./b.bin": 0.01})";
+  const auto corpus = Corpus::read(folder + "/mix.json", {.vocab = 20000});
+  EXPECT_FALSE(Corpus::is_text(folder + "/mix.json"));
+  EXPECT_EQ(corpus.num_files(), 4);
+  EXPECT_EQ(corpus.num_train() + corpus.num_held_out(), 4000 + 400 + 400);
+  EXPECT_TRUE(contains(corpus.shares(), "69.9 % " + folder + "/a_*.bin, 30 % ")) << corpus.shares();
+  const int64_t context = 7;
+  const auto rows = corpus.train_rows({5, 0, 10000, context}, 0, 10000);
+  const auto of_b = rows.select(1, 0).ge(10000);
+  EXPECT_EQ(of_b.sum().item<int64_t>(), 3010);
+  for (int64_t start = 0; start < 10000; start += 1000) { // they are spread over the turn
+    EXPECT_NEAR(of_b.narrow(0, start, 1000).sum().item<int64_t>(), 301, 60);
+  }
+  // All rows of a data set come equally often.
+  const auto starts_of_a = rows.select(1, 0).masked_select(of_b.logical_not());
+  const auto counts = torch::bincount(starts_of_a);
+  const auto rows_per_epoch = (3800 - 1) / context;
+  EXPECT_EQ(counts.gt(0).sum().item<int64_t>(), rows_per_epoch);
+  EXPECT_EQ(counts.max().item<int64_t>(), 6990 / rows_per_epoch + 1);
+  EXPECT_EQ(counts.masked_select(counts.gt(0)).min().item<int64_t>(), 6990 / rows_per_epoch);
+  // Rows depend on their number alone, also behind the first turn.
+  EXPECT_TRUE(corpus.train_rows({5, 2000, 8, context}, 4, 2)
+                  .equal(corpus.train_rows({5, 1000, 16, context}, 4, 2)));
+  EXPECT_FALSE(rows.narrow(0, 0, 50).equal(corpus.train_rows({6, 0, 50, context}, 0, 50)));
+
+  const auto held_out = corpus.held_out_rows(0, 100, 100, context);
+  EXPECT_NEAR(held_out.select(1, 0).ge(10000).sum().item<int64_t>(), 30, 1);
+  EXPECT_FALSE(torch::isin(held_out, rows).any().item<bool>());
+  // Evaluation goes through all tokens but the first of each data set, once.
+  const auto all = corpus.rows_of_all(0, corpus.num_rows(context) + 3, context);
+  const auto targets = all.narrow(1, 1, context);
+  EXPECT_EQ(targets.bitwise_and(kIsGiven).eq(0).sum().item<int64_t>(), 4799 - 2);
+
+  // Another weight is another corpus, and one data set alone is what it was.
+  std::ofstream(folder + "/other.json") << R"({"a_*.bin": 7, "b.bin": 3, "./b.bin": 0.01})";
+  EXPECT_NE(
+      corpus.fingerprint(), Corpus::read(folder + "/other.json", {.vocab = 20000}).fingerprint());
+  std::ofstream(folder + "/one.json") << R"({"b.bin": 0.2})";
+  const auto one = Corpus::read(folder + "/one.json", {.vocab = 20000});
+  const auto same = Corpus::read(folder + "/b.bin", {.vocab = 20000});
+  EXPECT_EQ(one.fingerprint(), same.fingerprint());
+  EXPECT_TRUE(one.train_rows({1, 9, 8, 3}, 0, 8).equal(same.train_rows({1, 9, 8, 3}, 0, 8)));
+}
+
+TEST(WeightedData, BadFilesAreRefused) {
+  const auto folder = test::temporary_folder();
+  write_numbers(folder + "/a.bin", 0, 2000);
+  std::ofstream(folder + "/a.txt") << std::string(2000, 'a');
+  const auto refused = [&](const std::string& json, const std::string& part) {
+    std::ofstream(folder + "/mix.json") << json;
+    const auto message = message_of<ConfigError>(
+        [&] { Corpus::read(folder + "/mix.json", {.vocab = 20000}).check_context(16); });
+    EXPECT_TRUE(contains(message, part)) << message;
+  };
+  refused(R"({"a.bin": 0})", "the weight of \"a.bin\" is 0; it must be a number above 0");
+  refused(R"({"a.bin": 1, "b.bin": -1})", "the weight of \"b.bin\" is -1");
+  refused(R"({"a.bin": 1, "b.bin": "2"})", "the weight of \"b.bin\" is \"2\"");
+  refused(R"({"a.bin": 1, "b.bin": 1})", "there is no file or folder " + folder + "/b.bin");
+  refused(R"({"a.bin": 1, "a.txt": 1})", "which has tokens, with " + folder + "/a.txt, which has");
+  std::ofstream(folder + "/b.bin") << "a!b!";
+  refused(R"({"a.bin": 1, "b.bin": 1})", folder + "/b.bin is too short");
+}
+
+TEST(WeightedData, ARunGoesOnAtTheExactRow) {
+  const auto folder = test::temporary_folder();
+  write_numbers(folder + "/a.bin", 0, 3000);
+  write_numbers(folder + "/b.bin", 4000, 900);
+  std::ofstream(folder + "/mix.json") << R"({"a.bin": 1, "b.bin": 2})";
+  const auto train = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), "train");
+    const auto ended = test::run(more);
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+    return ended.output;
+  };
+  std::vector<std::string> words{"--data",    folder + "/mix.json",
+                                 "--vocab",   "5000",
+                                 "--dim",     "32",
+                                 "--layers",  "1",
+                                 "--batch",   "8",
+                                 "--context", "16",
+                                 "--steps",   "6",
+                                 "--ranks"};
+  auto whole = words;
+  whole.insert(whole.end(), {"2", "--no-save"});
+  auto saved = words;
+  saved.insert(saved.end(), {"2", "--run", folder + "/run", "--save-every", "3"});
+  const auto losses = test::losses_in(train(whole));
+  EXPECT_TRUE(contains(train(saved), "66.7 % " + folder + "/b.bin"));
+  const auto again = test::losses_in(
+      train({"--resume", folder + "/run/checkpoints/step_00000003", "--ranks", "4", "--no-save"}));
+  ASSERT_EQ(losses.size(), 6u);
+  ASSERT_EQ(again.size(), 3u);
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_NEAR(again[i], losses[i + 3], 1e-4);
+  }
+  std::ofstream(folder + "/mix.json") << R"({"a.bin": 1, "b.bin": 3})";
+  const auto changed = test::run({"train", "--resume", folder + "/run", "--steps", "8"});
+  EXPECT_EQ(changed.exit_code, 2) << changed.output;
+  EXPECT_TRUE(contains(changed.output, "it has changed since")) << changed.output;
+}
+
 // ------------------------------------------------------------ The tool
 
 TEST(TokenFiles, ARunGoesOnAtTheExactRow) {
