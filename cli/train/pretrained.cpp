@@ -5,6 +5,7 @@
 #include <fsdp/state_dict.h>
 
 #include <fstream>
+#include <map>
 #include <set>
 
 #include <nlohmann/json.hpp>
@@ -143,7 +144,16 @@ void load_pretrained(Transformer& model, const std::string& folder) {
   }
   const bool has_head = check_all_used(state, model->dims, folder);
   const auto head = has_head ? embedding_as(model, kHead, folder) : torch::Tensor();
-  load(state, folder, {.names = hf_names()});
+  // A block at a time: `load` may keep what it has read until it has read all.
+  std::map<std::string, StateDict> blocks;
+  for (const auto& [name, value] : state) {
+    const std::string prefix = "model.layers.";
+    const bool of_block = name.starts_with(prefix);
+    blocks[of_block ? name.substr(0, name.find('.', prefix.size())) : ""].insert(name, value);
+  }
+  for (auto& [name, block] : blocks) {
+    load(block, folder, {.names = hf_names()});
+  }
   if (has_head) {
     const auto same = torch::full({1}, head.equal(model->embed_tokens->weight) ? 1 : 0);
     default_group().all_reduce(same, ReduceOp::Min);

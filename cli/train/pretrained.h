@@ -25,9 +25,9 @@ void check_weight_files(const std::string& folder);
 std::string weights_fingerprint(const std::string& folder);
 
 /// Fills a model, sharded or not, from the safetensors files of a Hugging Face folder, but for the
-/// matrices of LoRA. Each rank reads only the bytes that it needs. Throws CheckpointError that
-/// names the tensor if the files lack one or have one of another shape, and ConfigError if they
-/// have one that the model does not use. Collective over the world.
+/// matrices of LoRA. Each rank reads only the bytes that it needs, a block at a time. Throws
+/// CheckpointError that names the tensor if the files lack one or have one of another shape, and
+/// ConfigError if they have one that the model does not use. Collective over the world.
 void load_pretrained(Transformer& model, const std::string& folder);
 
 /// Fills the matrices of LoRA from a folder of PEFT in the same way.

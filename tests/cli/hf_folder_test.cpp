@@ -6,7 +6,9 @@
 #include <fstream>
 #include <map>
 
+#include "cli/config/presets.h"
 #include "cli/files.h"
+#include "cli/scoped_process_group.h"
 #include "cli/tiny_run.h"
 #include "cli/train/rotary.h"
 #include "cli/train/token_source.h"
@@ -126,6 +128,85 @@ TEST(HfConfig, WhatIsWrittenIsReadAgain) {
     EXPECT_EQ(again.dims.qkv_bias, read.dims.qkv_bias);
     EXPECT_EQ(again.dims.rotary_scaling, read.dims.rotary_scaling);
     EXPECT_EQ(again.longest, 64);
+  }
+}
+
+// ------------------------------------------------------------ Large folders
+
+/// Writes the folder of a model, in which all weights are 0. The files are sparse, so that they
+/// take no room.
+std::string write_sparse_folder(const ModelDims& dims, size_t tensors_per_file) {
+  auto folder = test::temporary_folder();
+  write_file(folder + "/config.json", hf_config_json(dims, 1024).dump());
+  const MetaInit on_meta;
+  const Transformer model(dims);
+  const auto params = model->named_parameters();
+  Json index;
+  for (size_t first = 0; first < params.size(); first += tensors_per_file) {
+    const auto name = "model-" + std::to_string(first) + ".safetensors";
+    Json header;
+    int64_t end = 0;
+    for (size_t i = first; i < std::min(first + tensors_per_file, params.size()); ++i) {
+      const auto key = (params[i].key().starts_with("lm_head") ? "" : "model.") + params[i].key();
+      const auto start = std::exchange(end, end + 2 * params[i].value().numel());
+      header[key] = Json{
+          {"dtype", "BF16"},
+          {"shape", params[i].value().sizes().vec()},
+          {"data_offsets", {start, end}}};
+      index["weight_map"][key] = name;
+    }
+    auto text = header.dump();
+    text.resize((text.size() + 7) / 8 * 8, ' ');
+    const auto size = static_cast<uint64_t>(text.size());
+    std::ofstream file(folder + "/" + name, std::ios::binary);
+    file.write(reinterpret_cast<const char*>(&size), 8);
+    file << text;
+    file.close();
+    std::filesystem::resize_file(folder + "/" + name, 8 + text.size() + static_cast<size_t>(end));
+  }
+  write_file(folder + "/model.safetensors.index.json", index.dump());
+  return folder;
+}
+
+/// A number from a file of /proc/self.
+int64_t number_of_process(const std::string& file, const std::string& key) {
+  std::ifstream lines("/proc/self/" + file);
+  for (std::string line; std::getline(lines, line);) {
+    if (line.starts_with(key)) {
+      return std::stoll(line.substr(key.size()));
+    }
+  }
+  return 0;
+}
+
+// 70 billion parameters in bf16 are 131 GiB, and each of 512 ranks has 263 MiB of them.
+TEST(HfFolder, ARankReadsAndHoldsItsPartOfALargeFolder) {
+  const int64_t ranks = 512;
+  const auto folder = write_sparse_folder(model_preset("70b"), 64);
+  const ScopedProcessGroup joined(
+      {.backend = "fake", .rank = 3, .world_size = static_cast<int>(ranks)});
+  for (const std::string dtype : {"bf16", "fp32"}) {
+    SCOPED_TRACE(dtype);
+    TrainConfig config;
+    config.model = read_hf_config(folder).dims;
+    config.shard_dtype = dtype;
+    auto model = build_sharded(config, TrainMesh({.shard = ranks}, c10::kCPU));
+    to_empty(model, torch::kCPU);
+    const auto part = shard_bytes(model);
+    const auto in_files = part * 2 / static_cast<int64_t>(c10::elementSize(dtype_of(dtype)));
+    std::ofstream("/proc/self/clear_refs") << 5; // the peak begins again
+    const auto read_before = number_of_process("io", "rchar: ");
+    const auto held_before = number_of_process("status", "VmHWM:") << 10;
+    load_pretrained(model, folder);
+    const auto read = number_of_process("io", "rchar: ") - read_before;
+    const auto held = (number_of_process("status", "VmHWM:") << 10) - held_before;
+    std::cout << "part " << part << ", read " << read << ", held beside it " << held << std::endl;
+    EXPECT_GE(read, in_files);
+    EXPECT_LE(read, in_files * 5 / 2); // `load` checks first, so it may read twice
+    EXPECT_LE(held, part / 4);         // the shards themselves were there before
+    for (const auto& param : model->parameters()) {
+      EXPECT_EQ(param.count_nonzero().item<int64_t>(), 0); // to_empty leaves NaN
+    }
   }
 }
 
