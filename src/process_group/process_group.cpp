@@ -34,9 +34,20 @@ struct WorkState {
 
 namespace {
 
+/// Whether the exception that is being handled is about the connection, not about one call.
+bool is_backend_error() {
+  try {
+    throw;
+  } catch (const c10::DistBackendError&) {
+    return true; // NCCL's, in a call after the one that failed
+  } catch (...) {
+    return false;
+  }
+}
+
 /// Runs `step`, which calls the backend. A CommError gets the module's name added.
 /// Any other exception becomes a CommError that names the operation and, with
-/// `diagnose`, the ranks that are gone.
+/// `diagnose` or if the connection failed, the ranks that are gone.
 template <class Step>
 auto with_comm_errors(
     GroupState& group, CollectiveKind kind, const std::string& module, bool diagnose, Step step) {
@@ -49,7 +60,7 @@ auto with_comm_errors(
     throw;
   } catch (...) {
     const auto reason = current_exception_text();
-    const auto factory = diagnose ? group.factory.lock() : nullptr;
+    const auto factory = diagnose || is_backend_error() ? group.factory.lock() : nullptr;
     const auto diagnosis = factory ? factory->diagnose() + "; " : "";
     FSDP_THROW(
         CommError, to_string(kind), module.empty() ? "" : " for module '" + module + "'",

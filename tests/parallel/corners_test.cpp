@@ -287,7 +287,7 @@ TEST(ParallelCorners, EmptyPiecesAreSharded) {
 
 /// A Linear with a Linear of its own beside it, as LoRA has it.
 struct BesideImpl : torch::nn::LinearImpl {
-  BesideImpl() : LinearImpl(6, 6), small(register_module("small", linear(6, 6))) {}
+  BesideImpl() : LinearImpl(6, 6), small(register_module("small", nn::Linear(6, 6))) {}
   torch::Tensor forward(const torch::Tensor& x) {
     return LinearImpl::forward(x);
   }
