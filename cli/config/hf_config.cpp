@@ -18,6 +18,7 @@ using Json = nlohmann::ordered_json;
 
 /// Fields that do not change what a model computes.
 const std::set<std::string> kHarmless{
+    "_attn_implementation",
     "_attn_implementation_autoset",
     "_name_or_path",
     "_sliding_window_pattern", // layer_types says it
@@ -58,7 +59,8 @@ void read_rotary(JsonFields& fields, const std::string& family, int64_t longest,
       JsonFields sliding(
           both.require<Json>("sliding_attention"), both.file() + ": sliding_attention");
       sliding.expect<std::string>("rope_type", "default");
-      dims.window_rotary_base = sliding.require<double>("rope_theta");
+      dims.window_rotary_base = sliding.get<double>("rope_theta", dims.window_rotary_base);
+      sliding.expect<double>("partial_rotary_factor", 1);
       sliding.check_all_read();
       parameters = both.require<Json>("full_attention");
       both.check_all_read();
@@ -110,7 +112,9 @@ void read_window(JsonFields& fields, const std::string& family, ModelDims& dims)
   }
   const auto types = fields.get<std::vector<std::string>>("layer_types", {});
   if (family == "gemma2" || family == "gemma3_text") {
-    dims.window = fields.get<int64_t>("sliding_window", 4096);
+    dims.window = fields.get<int64_t>("sliding_window", fields.has("sliding_window") ? 0 : 4096);
+    fields.expect<int64_t>("sliding_window_size", dims.window); // an old name beside it
+    check_config(dims.window > 0, fields.file(), ": \"sliding_window\" must be above 0");
     dims.full_every = family == "gemma2" ? 2 : fields.get<int64_t>("sliding_window_pattern", 6);
     const auto full = std::find(types.begin(), types.end(), "full_attention");
     if (!types.empty()) { // decides it; whether it is regular is checked below
@@ -125,7 +129,7 @@ void read_window(JsonFields& fields, const std::string& family, ModelDims& dims)
     const auto* const expected = slides ? "sliding_attention" : "full_attention";
     check_config(
         types[i] == expected, fields.file(), ": \"layer_types\" has \"", types[i], "\" for layer ",
-        i, ", where the other fields mean \"", expected, "\"; this is not supported");
+        i, ", where only \"", expected, "\" is supported");
   }
 }
 

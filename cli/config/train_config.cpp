@@ -36,6 +36,10 @@ void check_model(const ModelDims& dims) {
   at_least("--window-from", dims.window_from, 0);
   at_least("--full-every", dims.full_every, 0);
   at_least("--attention-size", dims.attention_size, 0);
+  check_config(
+      dims.window > 0 || (dims.full_every == 0 && dims.window_rotary_base == 0),
+      "--full-every and --window-rotary-base are for blocks with --window; give one, or leave them "
+      "out");
   for (const auto& [option, value] : std::initializer_list<std::pair<const char*, double>>{
            {"--window-rotary-base", dims.window_rotary_base},
            {"--attention-cap", dims.attention_cap},

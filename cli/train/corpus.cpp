@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <iomanip>
 #include <numeric>
+#include <optional>
 #include <sstream>
 #include <utility>
 
@@ -24,23 +25,54 @@ namespace {
 
 using Part = DataSet::Part;
 
+constexpr int64_t kTurn = 10000; // rows
+
+/// A pattern that finds only this path.
+std::string escaped_pattern(const std::string& path) {
+  std::string result;
+  for (const char c : path) {
+    result += (c == '*' || c == '?' || c == '[' ? "\\" : "") + std::string{c};
+  }
+  return result;
+}
+
 /// The weights in a .json file, by the paths of data sets, which begin at its folder. Empty if it
-/// is another kind of file.
+/// is another kind of file: text in JSON does not begin with an object.
 std::vector<std::pair<std::string, double>> weights_in(const std::string& path) {
   std::vector<std::pair<std::string, double>> weights;
   const auto text = path.ends_with(".json") ? read_file(path) : std::nullopt;
-  const auto json =
-      nlohmann::ordered_json::parse(text.value_or(""), nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object() || json.empty() || !json.begin()->is_number()) {
+  if (!text || text->find_first_not_of(" \t\r\n") == std::string::npos ||
+      (*text)[text->find_first_not_of(" \t\r\n")] != '{') {
     return weights;
   }
-  const auto folder = std::filesystem::path(path).parent_path();
+  nlohmann::ordered_json json;
+  try {
+    json = nlohmann::ordered_json::parse(*text);
+  } catch (const nlohmann::json::exception& error) {
+    throw_config_error(
+        "--data: ", path, " must hold weights of data sets, but it is not JSON: ", error.what());
+  }
+  check_config(!json.empty(), "--data: ", path, " names no data set");
+  const auto folder = std::filesystem::path(real_path(path)).parent_path();
+  double sum = 0;
   for (const auto& [name, weight] : json.items()) {
     check_config(
-        weight.is_number() && weight.get<double>() > 0 && std::isfinite(weight.get<double>()),
-        "--data: ", path, ": the weight of \"", name, "\" is ", weight.dump(),
-        "; it must be a number above 0");
-    weights.emplace_back((folder / name).string(), weight.get<double>());
+        weight.is_number() && weight.get<double>() > 0, "--data: ", path, ": the weight of \"",
+        name, "\" is ", weight.dump(), "; it must be a number above 0");
+    check_config(
+        !name.ends_with(".json"), "--data: ", path, " names \"", name,
+        "\"; weights of weights are not supported");
+    const bool exists = std::filesystem::exists(folder / name);
+    const auto prefix = exists ? folder.string() : escaped_pattern(folder.string());
+    weights.emplace_back(std::filesystem::path(prefix) / name, weight.get<double>());
+    sum += weights.back().second;
+  }
+  check_config(std::isfinite(sum), "--data: ", path, ": the sum of the weights is not finite");
+  for (auto& [name, weight] : weights) {
+    weight /= sum;
+    check_config(
+        weight * kTurn >= 1, "--data: ", path, ": ", name, " has less than one row in ", kTurn,
+        "; give it a larger weight, or leave it out");
   }
   return weights;
 }
@@ -78,13 +110,9 @@ Corpus Corpus::read(const std::string& path, const TokensOf& tokens) {
   if (weights.empty()) {
     return Corpus(read_data_set(path, tokens));
   }
-  double sum = 0;
-  for (const auto& [part, weight] : weights) {
-    sum += weight;
-  }
   std::vector<Weighted> sets;
-  for (const auto& [part, weight] : weights) {
-    sets.push_back({read_data_set(part, tokens), weight / sum});
+  for (const auto& [part, share] : weights) {
+    sets.push_back({read_data_set(part, tokens), share});
     check_config(
         sets.back().data.is_bytes() == sets[0].data.is_bytes(), "--data: ", path, " mixes ",
         sets[0].data.name(), ", which has ", sets[0].data.unit(), ", with ", part, ", which has ",
@@ -125,10 +153,13 @@ std::string Corpus::shares() const {
 }
 
 std::string Corpus::fingerprint() const {
-  auto hash = sets_[0].data.fingerprint();
-  for (size_t i = 0; sets_.size() > 1 && i < sets_.size(); ++i) {
-    hash = splitmix64(hash ^ sets_[i].data.fingerprint());
-    hash = splitmix64(hash ^ std::bit_cast<uint64_t>(sets_[i].share));
+  auto hash = sets_[0].data.fingerprint(); // one data set has the hash that it always had
+  if (sets_.size() > 1) {
+    hash = 0;
+    for (const auto& [data, share] : sets_) {
+      hash = splitmix64(hash ^ data.fingerprint());
+      hash = splitmix64(hash ^ std::bit_cast<uint64_t>(share));
+    }
   }
   char hex[17];
   std::snprintf(hex, sizeof(hex), "%016llx", static_cast<unsigned long long>(hash));
@@ -173,22 +204,38 @@ std::vector<int64_t> Corpus::divided(int64_t total) const {
 }
 
 torch::Tensor Corpus::train_rows(const BatchOf& batch, int64_t first, int64_t count) const {
-  constexpr int64_t kTurn = 10000;
   auto rows = torch::empty({count, batch.context + 1}, torch::kLong);
-  const auto counts = divided(kTurn);
+  std::optional<Turn> turn;
   for (int64_t row = 0; row < count; ++row) {
-    auto number = batch.step * batch.rows + first + row;
-    size_t set = 0;
+    const auto number = batch.step * batch.rows + first + row;
+    auto drawn = Drawn{0, number};
     if (sets_.size() > 1) {
-      const auto turn = number / kTurn;
-      const auto key = splitmix64(splitmix64(batch.seed) + static_cast<uint64_t>(turn));
-      const auto [chosen, place] = part_of(permuted(number % kTurn, kTurn, key), counts);
-      set = chosen;
-      number = turn * counts[set] + place;
+      if (!turn || turn->number != number / kTurn) {
+        turn = make_turn(number / kTurn, batch.seed);
+      }
+      drawn = turn->rows[static_cast<size_t>(number % kTurn)];
     }
-    sets_[set].data.train_row(batch, first + row, number, rows[row].data_ptr<int64_t>());
+    sets_[drawn.set].data.train_row(
+        batch, first + row, drawn.number, rows[row].data_ptr<int64_t>());
   }
   return rows;
+}
+
+Corpus::Turn Corpus::make_turn(int64_t number, uint64_t seed) const {
+  const auto counts = divided(kTurn);
+  const auto key = splitmix64(splitmix64(seed) + static_cast<uint64_t>(number));
+  std::vector<int64_t> next; // row of each data set
+  std::vector<size_t> sets;  // in their order, one for each row of the turn
+  for (size_t set = 0; set < counts.size(); ++set) {
+    next.push_back(number * counts[set]);
+    sets.insert(sets.end(), static_cast<size_t>(counts[set]), set);
+  }
+  Turn turn{number, {}};
+  for (int64_t place = 0; place < kTurn; ++place) {
+    const auto set = sets[static_cast<size_t>(permuted(place, kTurn, key))];
+    turn.rows.push_back({set, next[set]++});
+  }
+  return turn;
 }
 
 torch::Tensor Corpus::held_out_rows(

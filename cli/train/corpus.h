@@ -15,9 +15,10 @@ namespace fsdp::cli {
 /// that are threads can share it.
 ///
 /// Note [Weights of data sets]
-/// Rows are drawn in turns of 10,000. In each turn a data set has its share of the rows, rounded,
-/// and their order looks random. So the place of each row follows from its number alone: a run on
-/// any number of ranks sees the same rows, and one that is resumed goes on at the next.
+/// Rows are drawn in turns of 10,000. In each turn a data set has its share of the rows, rounded.
+/// Whose row is next looks random, and each data set goes through its rows in its own order. So
+/// what a row is follows from its number alone: a run on any number of ranks sees the same rows,
+/// and one that is resumed goes on at the next.
 class Corpus {
  public:
   /// Reads what `read_data_set` reads. Of a .json file with weights by such paths, reads all these.
@@ -93,6 +94,16 @@ class Corpus {
 
   /// How many of `total` rows each data set has, at least one of each.
   std::vector<int64_t> divided(int64_t total) const;
+  /// A row that is trained on: its data set, and its number among all rows of that one.
+  struct Drawn {
+    size_t set = 0;
+    int64_t number = 0;
+  };
+  struct Turn {
+    int64_t number = 0;
+    std::vector<Drawn> rows;
+  };
+  Turn make_turn(int64_t number, uint64_t seed) const;
   /// How frequent each token is in a part.
   std::vector<double> frequencies(DataSet::Part part) const;
 

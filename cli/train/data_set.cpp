@@ -149,7 +149,8 @@ void DataSet::held_out_row(int64_t number, int64_t total, int64_t context, int64
 }
 
 int64_t DataSet::num_rows(int64_t context) const {
-  return row_ > 0 ? source_->size() / row_ : (source_->size() - 1 + context - 1) / context;
+  const auto size = source_->size();
+  return row_ > 0 ? size / row_ : (std::max<int64_t>(size, 1) - 1 + context - 1) / context;
 }
 
 void DataSet::row_of_all(int64_t number, int64_t context, int64_t* out) const {

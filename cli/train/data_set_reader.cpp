@@ -73,6 +73,10 @@ int64_t checked_token(int64_t token, const std::string& name, const TokensOf& to
 /// The tokens of text files, each of which is a document or holds documents.
 DataSet tokenize_files(
     const std::vector<std::string>& files, const std::string& name, const TokensOf& tokens) {
+  check_config(
+      tokens.documents.end || !tokens.needs_end, "--data: ", name,
+      " has documents, and tokenizer_config.json of --from names no eos_token of the tokenizer, "
+      "which belongs behind each; make a file of tokens by fsdp tokenize --end");
   std::vector<int32_t> all;
   tokenize_documents(
       *tokens.tokenizer, files, tokens.documents, [&](const std::vector<int64_t>& more) {

@@ -17,6 +17,7 @@ struct TokensOf {
   /// For text. None: each byte is a token.
   std::optional<Tokenizer> tokenizer = {};
   DocumentOptions documents = {}; // of text, with a tokenizer
+  bool needs_end = false;         // a token belongs behind each document
   int64_t context = 128;          // of the rows into which examples are put
 };
 

@@ -347,8 +347,8 @@ Activations plan_activations(const TrainConfig& config, const MeshShape& mesh) {
   return {
       .block = tokens * (2 * norm + sandwich + qk_norms + attention + capped + swiglu),
       .checkpoint = tokens * wide,
-      .matmuls = tokens *
-                 (2 * heads + 2 * kv_heads + 4 * dims.heads / mesh.tensor + 2 * hidden + 2 * wide),
+      .matmuls = tokens * (2 * heads + 2 * kv_heads + 4 * dims.heads / mesh.tensor + 2 * hidden +
+                           2 * wide + (dims.attention_cap == 0 ? 0 : bytes * num_scores)),
       .unneeded = tokens * wide, // the last product: autograd saves nothing that comes after it
       .in_block = tokens * std::max(
                                wide + (on_cpu && bytes < 4 ? 3 : 2) * hidden,

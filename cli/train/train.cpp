@@ -254,17 +254,13 @@ Corpus read_corpus(const TrainOptions& options) {
   if (Corpus::is_text(data) && !config.from.empty() && Tokenizer::is_in(config.from)) {
     tokens.tokenizer = Tokenizer::read(config.from);
     tokens.documents = {.about = "--data: ", .end = end_token(*tokens.tokenizer, config.from)};
+    tokens.needs_end = true;
   }
   auto corpus = data.empty() ? Corpus::libtorch_headers(tokens) : Corpus::read(data, tokens);
   check_config(
       !corpus.is_bytes() || config.from.empty() || tokens.vocab == 256, "--from ", config.from,
       " has no tokenizer.json, so a text cannot become the model's tokens; give files of tokens "
       "with --data");
-  check_config(
-      !tokens.tokenizer || tokens.documents.end || corpus.has_flags(),
-      "--from: tokenizer_config.json of ", config.from,
-      " names no eos_token of the tokenizer, which belongs behind each document; make a file of "
-      "tokens by fsdp tokenize --end");
   if (config.document_end != "none") {
     check_config(
         !corpus.has_flags(), "--document-end ", config.document_end, ": attention never crosses ",

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <utility>
 
 #include <fsdp/activation_checkpointing.h>
@@ -111,6 +112,13 @@ c10::Device pick_device(const std::string& name) {
   device.set_index(static_cast<c10::DeviceIndex>(get_local_rank() % guard.deviceCount()));
   guard.setDevice(device);
   memory_stats(device);
+  // Torch decides which kernels of attention come first when it is asked for the first time. Ranks
+  // that are threads and ask at the same time could get different ones.
+  static std::once_flag is_decided;
+  std::call_once(is_decided, [&] {
+    const auto x = torch::zeros({1, 1, 8, 8}, torch::TensorOptions(device).dtype(torch::kHalf));
+    at::_fused_sdp_choice(x, x, x);
+  });
   return device;
 }
 
