@@ -156,8 +156,10 @@ ConvertReport write_merged(
 int export_run(const ExportOptions& options) {
   const auto saved = find_saved_run(options.run, "RUN", /*model_only=*/true);
   warn_of_skipped(saved);
-  check_weights(saved);
   const auto& config = saved.identity.config;
+  if (options.merge) {
+    check_weights(saved, config.from);
+  }
   check_config(
       config.has_lora() || !options.merge, "--merge: ", saved.path.string(),
       " is of a run without --lora, so there is nothing to merge");
@@ -210,13 +212,17 @@ int export_run(const ExportOptions& options) {
 
 void add_export(CLI::App& app, Action& action) {
   auto* command = app.add_subcommand(
-      "export", "Write the model of a run as a folder for Hugging Face's transformers");
+      "export",
+      "Write the model of a run as a folder for Hugging Face's transformers, or for peft");
   auto options = std::make_shared<ExportOptions>();
   command
       ->add_option("run", options->run, "A run's folder (its newest checkpoint), or a checkpoint")
       ->required();
   command->add_option("out", options->out, "Folder to write")->required();
-  command->add_option("--dtype", options->dtype, "bf16, fp16 or fp32 [as the run kept it]")
+  command
+      ->add_option(
+          "--dtype", options->dtype,
+          "bf16, fp16 or fp32 [as the run kept it; with --merge, as --from has it]")
       ->check(CLI::IsMember({"bf16", "fp16", "fp32"}));
   command->add_flag(
       "--merge", options->merge,

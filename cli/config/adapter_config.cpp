@@ -15,13 +15,13 @@ using Json = nlohmann::ordered_json;
 
 constexpr const char* kFile = "/adapter_config.json";
 
-/// Fields that do not change what the matrices mean. How they were first filled and how they are
-/// trained is among them.
+/// Fields that do not change what the matrices mean.
 const std::set<std::string> kHarmlessInAdapters{
-    "auto_mapping",      "corda_config",      "ensure_weight_tying", "eva_config",
-    "inference_mode",    "init_lora_weights", "layers_pattern",      "loftq_config",
-    "lora_dropout",      "lora_ga_config",    "megatron_core",       "peft_version",
-    "qalora_group_size", "revision",          "runtime_config",      "task_type"};
+    "auto_mapping",  "corda_config",   "ensure_weight_tying",
+    "eva_config",    "inference_mode", "layers_pattern",
+    "loftq_config",  "lora_dropout",   "lora_ga_config",
+    "megatron_core", "peft_version",   "qalora_group_size",
+    "revision",      "runtime_config", "task_type"};
 
 } // namespace
 
@@ -40,24 +40,24 @@ AdapterConfig read_adapter_config(const std::string& folder) {
   for (const auto* changes : {"alpha_pattern", "rank_pattern"}) { // for some projections
     fields.expect<Json>(changes, Json::object());
   }
+  // Others also change the weights that the matrices belong to.
+  const auto init = fields.get<Json>("init_lora_weights", true);
+  check_config(
+      init.is_boolean() || init == "gaussian" || init == "orthogonal" || init == "eva",
+      fields.file(), ": \"init_lora_weights\" is ", init.dump(), ", which is not supported");
   AdapterConfig config;
-  auto& lora = config.lora;
-  lora.rank = fields.require<int64_t>("r");
-  lora.alpha = fields.require<double>("lora_alpha");
+  config.lora.rank = fields.require<int64_t>("r");
+  config.lora.alpha = fields.require<double>("lora_alpha");
   const auto targets = fields.require<Json>("target_modules");
-  auto text = c10::str("rank=", lora.rank, ",alpha=", lora.alpha);
-  if (targets != "all-linear") {
-    auto separator = ",targets=";
-    for (const auto& name : fields.require<std::vector<std::string>>("target_modules")) {
-      text += separator + name;
-      separator = "+";
-    }
+  if (targets == "all-linear") {
+    config.lora.targets = lora_projections();
+  } else {
+    check_config(
+        targets.is_array(), fields.file(), ": \"target_modules\" is ", targets.dump(),
+        "; only a list of names is supported, or \"all-linear\"");
+    config.lora.targets = fields.require<std::vector<std::string>>("target_modules");
   }
-  try {
-    config.lora = Lora::parse(text).value();
-  } catch (const ConfigError& error) {
-    throw_config_error(fields.file(), ": ", error.what_without_backtrace());
-  }
+  config.lora.check(fields.file());
   config.base = fields.require<std::string>("base_model_name_or_path");
   fields.check_all_read(kHarmlessInAdapters);
   check_config(

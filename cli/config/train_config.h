@@ -46,7 +46,7 @@ struct TrainConfig {
   MixedPrecisionPolicy precision() const;
   /// How parameters are stored that LoRA does not train: as they are computed with.
   const std::string& frozen_dtype() const {
-    return shard_dtype == "fp32" ? param_dtype : shard_dtype;
+    return param_dtype;
   }
   bool has_lora() const {
     return model.lora != "none";

@@ -110,7 +110,7 @@ LanguageModel find_language_model(
     result.dims = config.model;
     result.longest = config.context;
     folder = config.from;
-    check_weights(*result.run);
+    check_weights(*result.run, config.from);
     if (config.has_lora()) {
       result.folder = config.from;
     }

@@ -39,61 +39,69 @@ bool Lora::trains(const std::string& projection) const {
   return std::find(targets.begin(), targets.end(), projection) != targets.end();
 }
 
-std::string Lora::str() const {
-  std::ostringstream text;
-  text << "rank=" << rank << ",alpha=" << alpha << ",targets=";
+void Lora::check(const std::string& about) const {
+  constexpr int64_t kMostRank = 1 << 16;
+  check_config(
+      rank >= 1 && rank <= kMostRank, about, ": the rank must be a whole number, 1 or more, and ",
+      kMostRank, " at most");
+  check_config(alpha > 0 && std::isfinite(alpha), about, ": alpha must be above 0, and finite");
+  check_config(!targets.empty(), about, ": it trains no projection");
   for (const auto& target : targets) {
-    text << (&target == &targets.front() ? "" : "+") << target;
+    check_config(
+        std::find(kProjections.begin(), kProjections.end(), target) != kProjections.end(), about,
+        ": there is no projection '", target, "'", did_you_mean(target, kProjections));
   }
-  return text.str();
+}
+
+std::string Lora::str() const {
+  char number[32];
+  char* const end = std::to_chars(number, number + sizeof(number), alpha).ptr;
+  auto text = "rank=" + std::to_string(rank) + ",alpha=" + std::string(std::begin(number), end) +
+              ",targets=";
+  for (const auto& target : kProjections) { // in this order
+    text += !trains(target) ? "" : text.ends_with('=') ? target : "+" + target;
+  }
+  return text;
 }
 
 std::optional<Lora> Lora::parse(const std::string& text) {
-  constexpr double kMostRank = 1 << 16;
   if (text == "none") {
     return std::nullopt;
   }
   Lora lora;
   std::set<std::string> given;
-  std::set<std::string> targets;
   for (const auto& part : split(text, ',')) {
     const auto equals = std::min(part.find('='), part.size());
     const auto key = part.substr(0, equals);
     const auto value = part.substr(std::min(equals + 1, part.size()));
     check_config(given.insert(key).second, "--lora ", text, ": ", key, " is given twice");
-    const auto number = number_in(value);
     if (key == "rank") {
-      check_config(
-          number >= 1 && number <= kMostRank && number == std::floor(number), "--lora ", text,
-          ": the rank must be a whole number, 1 or more, and ", kMostRank, " at most");
-      lora.rank = static_cast<int64_t>(number);
+      const auto rank = number_in(value);
+      lora.rank = rank == std::floor(rank) && std::abs(rank) < 1e9 ? static_cast<int64_t>(rank) : 0;
     } else if (key == "alpha") {
-      check_config(
-          number > 0 && std::isfinite(number), "--lora ", text,
-          ": alpha must be above 0, and finite");
-      lora.alpha = number;
+      lora.alpha = number_in(value);
     } else if (key == "targets") {
-      for (const auto& target : split(value, '+')) {
-        check_config(
-            std::find(kProjections.begin(), kProjections.end(), target) != kProjections.end(),
-            "--lora ", text, ": there is no projection '", target, "'",
-            did_you_mean(target, kProjections));
-        targets.insert(target);
-      }
+      lora.targets = split(value, '+');
     } else {
       throw_config_error(
           "--lora ", text, ": '", part,
           "' is not known; write for example --lora rank=16,alpha=32,targets=q_proj+v_proj");
     }
   }
-  check_config(lora.rank > 0, "--lora ", text, ": give a rank, for example --lora rank=16");
-  lora.alpha = lora.alpha > 0 ? lora.alpha : 2 * static_cast<double>(lora.rank);
-  for (const auto& projection : kProjections) {
-    if (targets.empty() || targets.contains(projection)) {
-      lora.targets.push_back(projection);
-    }
+  check_config(
+      given.contains("rank"), "--lora ", text, ": give a rank, for example --lora rank=16");
+  if (!given.contains("alpha")) {
+    lora.alpha = 2 * static_cast<double>(lora.rank);
   }
+  if (!given.contains("targets")) {
+    lora.targets = kProjections;
+  }
+  lora.check("--lora " + text);
   return lora;
+}
+
+const std::vector<std::string>& lora_projections() {
+  return kProjections;
 }
 
 bool is_adapter(std::string_view name) {

@@ -20,12 +20,19 @@ struct Lora {
   }
   bool trains(const std::string& projection) const;
 
+  /// Throws ConfigError that begins with `about` if a number is out of range, or if there is no
+  /// such projection.
+  void check(const std::string& about) const;
+
   /// "rank=16,alpha=32,targets=q_proj+v_proj"
   std::string str() const;
   /// Reads such a text, in which only the rank must be given. Nothing for "none". Throws
   /// ConfigError that names --lora if the text is something else.
   static std::optional<Lora> parse(const std::string& text);
 };
+
+/// The names of all projections.
+const std::vector<std::string>& lora_projections();
 
 /// Whether the parameter with this name is one of LoRA's matrices.
 bool is_adapter(std::string_view name);

@@ -41,11 +41,6 @@ torch::Tensor capped_attention(
   return torch::softmax(scores, -1, torch::kFloat).to(q.scalar_type()).matmul(values);
 }
 
-/// Whether this is a projection back into the residual stream, or a parameter of one.
-bool is_into_residual(const std::string& name) {
-  return name.find(".o_proj") != std::string::npos || name.find(".down_proj") != std::string::npos;
-}
-
 /// A weight that is the same on all ranks, each of which computes a part of its gradient.
 torch::Tensor with_partial_grad(
     const torch::Tensor& weight, const std::optional<DeviceMesh>& parts) {
@@ -62,6 +57,10 @@ int64_t default_hidden(int64_t dim) {
 
 int64_t default_kv_heads(int64_t heads) {
   return heads % 2 == 0 ? heads / 2 : heads;
+}
+
+bool is_into_residual(const std::string& name) {
+  return name.find(".o_proj") != std::string::npos || name.find(".down_proj") != std::string::npos;
 }
 
 RMSNormImpl::RMSNormImpl(int64_t dim, double eps, bool from_one)

@@ -60,6 +60,9 @@ int64_t default_kv_heads(int64_t heads);
 // Modules and parameters have the names that Hugging Face gives them. The constructors do not
 // initialize the weights: call `init_weights` or load a checkpoint.
 
+/// Whether the name is of a projection back into the residual stream, or of a parameter of one.
+bool is_into_residual(const std::string& name);
+
 struct RMSNormImpl : torch::nn::Module {
   /// `from_one`: multiplies by 1 + weight.
   RMSNormImpl(int64_t dim, double eps, bool from_one = false);

@@ -41,8 +41,7 @@ int64_t ranks_after_forward(const TrainConfig& config, const MeshShape& mesh) {
 enum class Divided { no, rows, columns };
 
 Divided division_of(const std::string& name, const at::Tensor& param) {
-  const bool into_residual =
-      name.find(".o_proj.") != std::string::npos || name.find(".down_proj.") != std::string::npos;
+  const bool into_residual = is_into_residual(name);
   const bool by_columns = into_residual && !name.ends_with("lora_B.weight");
   const bool by_rows = !into_residual && !name.ends_with("lora_A.weight");
   if (param.dim() > 1) {
@@ -74,6 +73,7 @@ void add_param(
     group.trained_wire_numel += padded * row;
     group.num_trained += 1;
     group.num_divided += divided == Divided::no ? 0 : 1;
+    group.replicated_numel += divided == Divided::no ? param.numel() : 0;
   }
   if (param.dim() > 1 && name.starts_with("layers.")) {
     group.muon_numel += param.numel();
@@ -106,28 +106,10 @@ int64_t tokens_of_a_part(const TrainConfig& config, const MeshShape& mesh) {
   return config.batch / mesh.data_ranks() / config.accumulate * config.context;
 }
 
-/// The matrices of LoRA that all ranks of tensor parallelism have, each with a part of the
-/// gradient.
-struct ReplicatedAdapters {
-  int64_t count = 0;
-  int64_t numel = 0;
-};
-
-ReplicatedAdapters replicated_adapters(const ModelDims& dims) {
-  ReplicatedAdapters result;
-  const MetaInit on_meta;
-  for (const auto& param : Transformer(dims)->named_parameters()) {
-    if (is_adapter(param.key()) && division_of(param.key(), param.value()) == Divided::no) {
-      result.count += 1;
-      result.numel += param.value().numel();
-    }
-  }
-  return result;
-}
-
 /// The all-reduces of tensor parallelism in a step: those of `parallelize` and of
 /// parallel_cross_entropy.
-TrafficPlan plan_tensor_traffic(const TrainConfig& config, const MeshShape& mesh) {
+TrafficPlan plan_tensor_traffic(
+    const Plan& plan, const TrainConfig& config, const MeshShape& mesh) {
   TrafficPlan reduces{.op = "all-reduce", .axis = "tp"};
   if (mesh.tensor == 1) {
     return reduces;
@@ -146,10 +128,16 @@ TrafficPlan plan_tensor_traffic(const TrainConfig& config, const MeshShape& mesh
   // Norms of queries and keys have the same weight on all ranks, and each has a part of its
   // gradient.
   const auto norms = dims.qk_norm && !config.has_lora() ? 2 * dims.layers : 0;
-  const auto replicas = replicated_adapters(config.model);
-  const auto elements = activations * tokens * dims.dim + norms * dims.head_dim() + replicas.numel;
+  // So it is with one of two matrices of LoRA.
+  int64_t num_replicas = 0;
+  int64_t replicas = 0; // their elements
+  for (const auto& group : plan.groups) {
+    num_replicas += config.has_lora() ? group.num_trained - group.num_divided : 0;
+    replicas += config.has_lora() ? group.replicated_numel : 0;
+  }
+  const auto elements = activations * tokens * dims.dim + norms * dims.head_dim() + replicas;
   const auto bytes = elements * bytes_of(config.param_dtype) + scores;
-  reduces.count = config.accumulate * (activations + norms + replicas.count + 2);
+  reduces.count = config.accumulate * (activations + norms + num_replicas + 2);
   reduces.bytes = config.accumulate * bytes;
   return reduces;
 }
@@ -262,7 +250,7 @@ std::vector<TrafficPlan> plan_traffic(
   std::vector<TrafficPlan> traffic;
   for (const auto& kind :
        {gathers, scatters, exchanges, reduces, matrices, plan_small_traffic(plan, config, mesh),
-        plan_tensor_traffic(config, mesh)}) {
+        plan_tensor_traffic(plan, config, mesh)}) {
     if (kind.count > 0) {
       traffic.push_back(kind);
     }
@@ -297,13 +285,14 @@ MomentsPlan plan_moments(const Plan& plan, const TrainConfig& config) {
 
 /// Bytes of activations on one rank, of the rows that it computes at once.
 struct Activations {
-  int64_t block = 0;      // what autograd keeps of a block
-  int64_t checkpoint = 0; // what it keeps of a block that is computed again in backward
-  int64_t matmuls = 0;    // results of a block's matrix products and attention
-  int64_t unneeded = 0;   // those among them that backward does not ask for
-  int64_t in_block = 0;   // gradients inside of a block, where they are the most
-  int64_t end = 0;        // what it keeps behind the blocks, but for the scores
-  int64_t scores = 0;     // log-softmax, its gradient, and that of the scores
+  int64_t block = 0;        // what autograd keeps of a block
+  int64_t checkpoint = 0;   // what it keeps of a block that is computed again in backward
+  int64_t matmuls = 0;      // results of a block's matrix products and attention
+  int64_t more_matmuls = 0; // others that autograd itself does not keep
+  int64_t unneeded = 0;     // those among them that backward does not ask for
+  int64_t in_block = 0;     // gradients inside of a block, where they are the most
+  int64_t end = 0;          // what it keeps behind the blocks, but for the scores
+  int64_t scores = 0;       // log-softmax, its gradient, and that of the scores
 };
 
 /// What autograd keeps of the operators of the model, counted by hand.
@@ -317,9 +306,10 @@ Activations plan_activations(const TrainConfig& config, const MeshShape& mesh) {
   const auto kv_heads = bytes * dims.kv_heads * dims.head_dim() / mesh.tensor;
   const auto hidden = bytes * dims.hidden / mesh.tensor;
   // A norm keeps its input, its output, and the factor of each token. On the CPU it is made of
-  // several operators, so it also keeps the output without the weight, and the input in fp32.
-  const auto norm =
-      2 * wide + 4 + (on_cpu ? wide + (config.param_dtype == "fp32" ? 0 : 4 * dims.dim) : 0);
+  // several operators, so it also keeps the output without the weight, if that is trained, and the
+  // input in fp32.
+  const auto norm = 2 * wide + 4 + (on_cpu && !config.has_lora() ? wide : 0) +
+                    (on_cpu && config.param_dtype != "fp32" ? 4 * dims.dim : 0);
   // Attention keeps rotated queries and keys, values, its output, and the sum of each softmax. On
   // the CPU the output is copied to bring the heads of a token together.
   const auto attention =
@@ -341,14 +331,34 @@ Activations plan_activations(const TrainConfig& config, const MeshShape& mesh) {
   const auto capped = dims.attention_cap == 0
                           ? 0
                           : num_scores * (4 + (bytes < 4 ? 2 : 1) * bytes) + 2 * (heads - kv_heads);
+  // LoRA keeps the result of A for each projection, and its products have results of two sizes
+  // more.
+  const auto lora = Lora::parse(dims.lora);
+  int64_t adapters = 0;
+  int64_t adapter_products = 0;
+  for (const auto& [name, width] : std::initializer_list<std::pair<const char*, int64_t>>{
+           {"q_proj", heads},
+           {"k_proj", kv_heads},
+           {"v_proj", kv_heads},
+           {"o_proj", wide},
+           {"gate_proj", hidden},
+           {"up_proj", hidden},
+           {"down_proj", wide}}) {
+    if (lora && lora->trains(name)) {
+      adapters += bytes * lora->rank;
+      adapter_products += width;
+    }
+  }
   const auto swiglu = 4 * hidden; // gate, its silu, up, and their product
   // Inside of a block, the gradients are the most where those of its output, of silu and of up are
   // there. A product of matrices in 16 bits has one copy more on the CPU.
   return {
-      .block = tokens * (2 * norm + sandwich + qk_norms + attention + capped + swiglu),
+      .block = tokens * (2 * norm + sandwich + qk_norms + attention + capped + adapters + swiglu),
       .checkpoint = tokens * wide,
       .matmuls = tokens * (2 * heads + 2 * kv_heads + 4 * dims.heads / mesh.tensor + 2 * hidden +
-                           2 * wide + (dims.attention_cap == 0 ? 0 : bytes * num_scores)),
+                           2 * wide + adapters),
+      .more_matmuls =
+          tokens * ((dims.attention_cap == 0 ? 0 : bytes * num_scores) + adapter_products),
       .unneeded = tokens * wide, // the last product: autograd saves nothing that comes after it
       .in_block = tokens * std::max(
                                wide + (on_cpu && bytes < 4 ? 3 : 2) * hidden,
@@ -367,7 +377,8 @@ struct KeptOfBlock {
     const auto used =
         std::min(act.matmuls - act.unneeded, config.kept_matmul_bytes() / config.model.layers);
     // A budget learns what backward does not ask for; "all" keeps it.
-    bytes = act.checkpoint + used + (config.keep_matmuls == "all" ? act.unneeded : 0);
+    bytes = act.checkpoint + used +
+            (config.keep_matmuls == "all" ? act.unneeded + act.more_matmuls : 0);
     again = act.block - act.checkpoint - used;
   }
   int64_t bytes = 0;

@@ -23,6 +23,7 @@ struct GroupPlan {
   int64_t trained_wire_numel = 0; // elements of their gradients on one rank, with padding
   int64_t num_trained = 0;        // how many parameters, not their elements
   int64_t num_divided = 0;        // those of them that tensor parallelism divides
+  int64_t replicated_numel = 0;   // elements of the others
   int64_t muon_numel = 0;         // elements of the whole parameters that Muon updates
   int64_t muon_bytes = 0;         // of `shard_bytes`
 };

@@ -97,25 +97,24 @@ void check_weight_files(const std::string& folder) {
 }
 
 std::string weights_fingerprint(const std::string& folder) {
-  constexpr int64_t kSamples = 64; // of each file
+  constexpr int64_t kSample = 4096; // bytes at the beginning, in the middle and at the end of each
   uint64_t hash = 0;
-  const auto add = [&](const std::string& text) { hash = add_to_hash(hash, text); };
-  std::set<std::string> files;
+  std::map<std::string, std::ifstream> files;
   for (const auto& tensor : inspect_checkpoint(folder).tensors) {
-    add(tensor.name + tensor.dtype + c10::str(at::IntArrayRef(tensor.shape)));
+    hash = add_to_hash(hash, tensor.name + tensor.dtype + c10::str(at::IntArrayRef(tensor.shape)));
     for (const auto& piece : tensor.pieces) {
-      files.insert(piece.file);
-    }
-  }
-  for (const auto& file : files) {
-    std::ifstream stream(folder + "/" + file, std::ios::binary | std::ios::ate);
-    const auto size = static_cast<int64_t>(stream.tellg());
-    for (int64_t i = 0; i < kSamples; ++i) {
-      std::string sample(4096, '\0');
-      stream.clear();
-      stream.seekg(size / kSamples * i);
-      stream.read(sample.data(), static_cast<std::streamsize>(sample.size()));
-      add(sample);
+      auto& file = files[piece.file];
+      if (!file.is_open()) {
+        file.open(folder + "/" + piece.file, std::ios::binary);
+      }
+      const auto size = std::min(kSample, tensor.bytes);
+      for (const auto start : {int64_t{0}, (tensor.bytes - size) / 2, tensor.bytes - size}) {
+        std::string sample(static_cast<size_t>(size), '\0');
+        file.clear();
+        file.seekg(piece.offset + start);
+        file.read(sample.data(), size);
+        hash = add_to_hash(hash, sample);
+      }
     }
   }
   return std::to_string(hash);

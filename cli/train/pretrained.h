@@ -20,8 +20,8 @@ std::vector<NameRule> adapter_names();
 /// or has the weights twice.
 void check_weight_files(const std::string& folder);
 
-/// A hash of the names and shapes of the tensors in a Hugging Face folder, and of samples of its
-/// files. The same on every machine.
+/// A hash of the names and shapes of the tensors in a Hugging Face folder, and of samples of each.
+/// The same on every machine.
 std::string weights_fingerprint(const std::string& folder);
 
 /// Fills a model, sharded or not, from the safetensors files of a Hugging Face folder, but for the

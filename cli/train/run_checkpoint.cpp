@@ -65,7 +65,7 @@ std::string advice_instead_of(const std::filesystem::path& checkpoint) {
 
 constexpr const char* kConvertAdvice =
     "; fsdp convert writes what can be used if --rename is left out, and if --only, where it is "
-    "given, matches model.* and config.*; to resume from it, also use --format sharded";
+    "given, matches model.*, config.* and from.*; to resume from it, also use --format sharded";
 
 /// Whether safetensors files without a manifest lie there.
 bool is_foreign_checkpoint(const std::string& path) {
@@ -183,11 +183,13 @@ void adopt_options(RunIdentity& mine, const SavedRun& saved, const std::set<std:
   for_each_option([&](const char* name, auto in, bool fixed) {
     auto& value = in(mine.config);
     const auto& theirs = in(saved.identity.config);
+    // `check_weights` compares the weights themselves.
+    const bool may_move = name == std::string("from") && saved.identity.config.has_lora();
     if (!given.contains(name)) {
       value = theirs;
     }
     check_config(
-        !fixed || value == theirs, "--", name, " ", value, ": ", saved.path.string(),
+        !fixed || value == theirs || may_move, "--", name, " ", value, ": ", saved.path.string(),
         " is of a run with --", name, " ", theirs,
         "; leave it out to continue that run, or leave out --resume to start another");
   });
@@ -212,15 +214,20 @@ void check_text(const RunIdentity& mine, const SavedRun& saved) {
       "); leave out --resume to start another run");
 }
 
-void check_weights(const SavedRun& saved) {
-  const auto& [config, data, fingerprint, weights] = saved.identity;
-  if (saved.has_checkpoint && config.has_lora()) {
-    check_weight_files(config.from);
-    check_config(
-        weights_fingerprint(config.from) == weights, saved.path.string(),
-        " holds only the matrices of --lora, and the weights in ", config.from,
-        " have changed since; bring the old ones back");
+void check_weights(const SavedRun& saved, const std::string& folder) {
+  const auto& weights = saved.identity.weights;
+  if (!saved.has_checkpoint || !saved.identity.config.has_lora()) {
+    return;
   }
+  const auto about = saved.path.string() + " holds only the matrices of --lora, and ";
+  check_config(
+      is_folder(folder), about, "there is no folder ", folder,
+      " with the other weights; fsdp train --resume RUN --from FOLDER names another place");
+  check_weight_files(folder);
+  check_config(!weights.empty(), about, "lacks from.fingerprint, the hash of the other weights");
+  check_config(
+      weights_fingerprint(folder) == weights, about, "the weights in ", folder,
+      " are not those that it was trained with; bring them back");
 }
 
 StateDict make_run_state_dict(Trainer& trainer, const RunState& run, const RunIdentity& identity) {

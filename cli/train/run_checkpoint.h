@@ -74,9 +74,9 @@ void warn_of_skipped(const SavedRun& saved);
 void adopt_options(RunIdentity& mine, const SavedRun& saved, const std::set<std::string>& given);
 /// Throws ConfigError if the checkpoint was trained on another text.
 void check_text(const RunIdentity& mine, const SavedRun& saved);
-/// Throws ConfigError if the checkpoint is of LoRA and the weights in the folder of --from are not
-/// those that it was trained with.
-void check_weights(const SavedRun& saved);
+/// Throws ConfigError if the checkpoint is of LoRA and the weights in this folder are not those
+/// that it was trained with.
+void check_weights(const SavedRun& saved, const std::string& folder);
 
 /// Everything that a training checkpoint holds. Its tensors are those of the trainer, not copies.
 /// Collective.

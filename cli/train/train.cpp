@@ -381,6 +381,7 @@ int train(TrainOptions options) {
     saved =
         begun ? run_without_checkpoint(*before, options.resume) : find_saved_run(options.resume);
     adopt_options(identity, *saved, options.given);
+    check_weights(*saved, config.from);
     if (saved->is_latest && options.run.empty()) {
       options.run = options.resume;
     }
@@ -419,7 +420,6 @@ int train(TrainOptions options) {
   }
   if (saved) {
     check_text(identity, *saved);
-    check_weights(*saved);
   }
   if (launched) {
     const ScopedProcessGroup joined(

@@ -62,6 +62,17 @@ LiveMemory::~LiveMemory() {
 
 } // namespace detail
 
+namespace {
+
+/// The allocator of a device that is not the CPU. Torch makes it at the first use of the device,
+/// and another thread may be at it: this waits until it is done.
+c10::DeviceAllocator* device_allocator(c10::DeviceType type) {
+  at::globalContext().lazyInitDevice(type);
+  return c10::getDeviceAllocator(type);
+}
+
+} // namespace
+
 MemoryStats memory_stats(c10::Device device) {
   device = detail::spelled_out(device);
   MemoryStats stats;
@@ -69,7 +80,7 @@ MemoryStats memory_stats(c10::Device device) {
     detail::count_cpu_memory();
     stats.allocated = detail::memory_counter().current();
     stats.peak = detail::memory_counter().peak();
-  } else if (auto* allocator = c10::getDeviceAllocator(device.type()); allocator->initialized()) {
+  } else if (auto* allocator = device_allocator(device.type()); allocator->initialized()) {
     const auto bytes = allocator->getDeviceStats(device.index()).allocated_bytes;
     const auto& all = bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
     stats.allocated = all.current;
@@ -86,7 +97,7 @@ void reset_peak_memory_stats(c10::Device device) {
   if (device.is_cpu()) {
     detail::count_cpu_memory();
     detail::memory_counter().reset_peak();
-  } else if (auto* allocator = c10::getDeviceAllocator(device.type()); allocator->initialized()) {
+  } else if (auto* allocator = device_allocator(device.type()); allocator->initialized()) {
     allocator->resetPeakStats(device.index());
   }
 }

@@ -65,6 +65,7 @@ TEST(Lora, OptionIsReadAndWritten) {
   EXPECT_EQ(lora.targets.size(), 7u);
   const auto chosen = Lora::parse("targets=v_proj+q_proj,alpha=0.5,rank=2").value();
   EXPECT_EQ(chosen.str(), "rank=2,alpha=0.5,targets=q_proj+v_proj");
+  EXPECT_EQ(Lora::parse("rank=4,alpha=1.23456789,targets=q_proj")->alpha, 1.23456789);
   EXPECT_EQ(Lora::parse(chosen.str())->str(), chosen.str());
   EXPECT_TRUE(chosen.trains("q_proj"));
   EXPECT_FALSE(chosen.trains("k_proj"));
@@ -296,13 +297,20 @@ TEST(Lora, ARunGoesOnOnAnotherMesh) {
   EXPECT_EQ(run(resume({"--no-save"})).exit_code, 0); // the same weights, copied again
   std::filesystem::remove(base + "/model.safetensors");
   std::filesystem::copy(folder_of_models() + "/llama-other/model.safetensors", base);
-  refused(resume({}), "have changed since; bring the old ones back");
+  refused(resume({}), "are not those that it was trained with; bring them back");
   refused(
-      {"export", folder + "/half", folder + "/out", "--merge"}, "have changed since; bring the");
+      {"export", folder + "/half", folder + "/out", "--merge"},
+      "are not those that it was trained with");
   refused(
-      {"eval", "--checkpoint", folder + "/half", "--data", row}, "have changed since; bring the");
+      {"eval", "--checkpoint", folder + "/half", "--data", row},
+      "are not those that it was trained with");
   std::filesystem::remove_all(base);
-  refused(resume({}), "there is no folder " + base);
+  refused(resume({}), "there is no folder " + base + " with the other weights");
+  // They may have moved, and the adapter alone does not need them.
+  EXPECT_EQ(run(resume({"--no-save", "--from", folder_of_models() + "/llama"})).exit_code, 0);
+  refused(
+      resume({"--from", folder_of_models() + "/llama-other"}), "are not those that it was trained");
+  EXPECT_EQ(run({"export", folder + "/half", folder + "/adapter"}).exit_code, 0);
 }
 
 TEST(Lora, WhatDoesNotFitIsRefused) {
@@ -332,7 +340,10 @@ TEST(Lora, WhatDoesNotFitIsRefused) {
   EXPECT_TRUE(contains(message("rank_pattern", {{"q_proj", 8}}), "\"rank_pattern\" is {"));
   EXPECT_TRUE(contains(message("modules_to_save", {"lm_head"}), "\"modules_to_save\": [\"lm_head"));
   EXPECT_TRUE(contains(message("target_modules", {"lm_head"}), "no projection 'lm_head'"));
-  EXPECT_TRUE(contains(message("target_modules", ".*q"), "\"target_modules\" is \".*q\""));
+  EXPECT_TRUE(contains(message("target_modules", ".*q"), "only a list of names is supported"));
+  EXPECT_TRUE(contains(message("target_modules", Json::array()), "it trains no projection"));
+  EXPECT_TRUE(contains(message("init_lora_weights", "pissa"), "\"init_lora_weights\" is \"pissa"));
+  EXPECT_TRUE(contains(message("r", 0), "the rank must be"));
   EXPECT_TRUE(contains(message("base_model_name_or_path", "none/such"), "no such folder here"));
 }
 

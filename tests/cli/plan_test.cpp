@@ -280,6 +280,21 @@ const std::vector<Case> kCases{
        c.model.lora = "rank=8";
        c.activation_checkpointing = true;
      }},
+    {"LoRA, keeping matmuls",
+     {.shard = 2},
+     [](TrainConfig& c) {
+       c.model.lora = "rank=16";
+       c.activation_checkpointing = true;
+       c.keep_matmuls = "all";
+     }},
+    {"LoRA of a high rank", {}, [](TrainConfig& c) { c.model.lora = "rank=128"; }},
+    {"capped, keeping matmuls",
+     {},
+     [](TrainConfig& c) {
+       c.model.attention_cap = 50;
+       c.activation_checkpointing = true;
+       c.keep_matmuls = "all";
+     }},
     {"LoRA, bf16, tensor parallel",
      {.shard = 2, .tensor = 2},
      [](TrainConfig& c) {
