@@ -1,5 +1,6 @@
 #include <fsdp/memory.h>
 
+#include <ATen/Context.h>
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include <algorithm>
