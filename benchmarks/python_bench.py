@@ -1,8 +1,8 @@
 """`./fsdp bench python`: what sharding costs Python modules, with torch's FSDP2 and with fsdp_cpp.
 
 A step over torch's fake group, which shows the host's time and what one of many ranks computes, and a step
-of real ranks over gloo or NCCL. All sides run in turns in the same processes, so that a slow moment of the
-machine meets all of them.
+of real ranks over gloo or NCCL. On a GPU also how much of the communication no compute hides. All sides run
+in turns in the same processes, so that a slow moment of the machine meets all of them.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 
+import exposed
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
@@ -162,18 +163,23 @@ def measure(options, device, now, more=()):
     return medians, peaks
 
 
-def show(title, options, result, peaks):
+def row(name, cells):
+    print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def show_times(title, options, columns, result):
+    """Begins a table: a row of times for each side."""
     shape = options.shape
-    plain, theirs = result["plain"], result["FSDP2"]
-
-    def row(name, cells):
-        print(f"| {name} | " + " | ".join(cells) + " |")
-
     print(f"{title}, {shape.layers} blocks of dim {shape.dim}, {options.sequence} tokens, {options.dtype}\n")
-    row("", PHASES)
-    row("---", ["---"] * len(PHASES))
-    for name, phases in result.items():
-        row(name, [f"{seconds * 1e3:.1f} ms" for seconds in phases])
+    row("", columns)
+    row("---", ["---"] * len(columns))
+    for name, times in result.items():
+        row(name, [f"{seconds * 1e3:.1f} ms" for seconds in times])
+
+
+def show(title, options, result, peaks):
+    plain, theirs = result["plain"], result["FSDP2"]
+    show_times(title, options, PHASES, result)
     for name in list(result)[2:]:
         row(f"{name} / FSDP2", [f"{ours / other:.2f}" for ours, other in zip(result[name], theirs)])
     for name in list(result)[2:]:
@@ -197,17 +203,50 @@ def fake_step(_, options):
     show(f"{options.fake_ranks} ranks of which one runs (fake)", options, *measure(options, options.device, now))
 
 
+def on_rank_0(rank, call):
+    """Makes the call on rank 0, while the others wait."""
+    if rank == 0:
+        call()
+    dist.barrier()
+
+
+def overlap(options):
+    """Profiles steps of the sharded sides in turns: the medians over rounds and ranks, by side."""
+    mesh = dist.init_device_mesh("cuda", (dist.get_world_size(),))
+    names = [name for name, (shard, _) in SIDES.items() if shard]
+    sides = {name: Side(options, *SIDES[name], mesh, time.perf_counter) for name in names}
+    profiles = {name: [] for name in names}
+    for i in range(options.rounds + 2):
+        for name, side in sides.items():
+            dist.barrier()
+            profile = exposed.profile(side.step)
+            if i >= 2:
+                profiles[name].append(profile)
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, profiles)
+    return {name: exposed.medians([profile for rank in of_ranks for profile in rank[name]]) for name in names}
+
+
+def show_overlap(options, result):
+    show_times(f"{options.ranks} ranks over nccl, on the GPU", options, exposed.COLUMNS, result)
+    for name in list(result)[1:]:
+        row(f"{name} / FSDP2", [f"{ours / theirs:.2f}" for ours, theirs in zip(result[name], result["FSDP2"])])
+    print(flush=True)
+
+
 def real_step(rank, options):
     backend, now = "gloo", time.perf_counter
     if options.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         backend, now = "nccl", synchronized
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{options.port}", rank=rank, world_size=options.ranks)
-    more = [(COLLECTIVES, (Collectives, torch.optim.AdamW))] if options.dtype == "fp32" else []
-    result = measure(options, options.device, now, more)
-    if rank == 0:
-        show(f"{options.ranks} ranks over {backend}", options, *result)
-    dist.barrier()
+    if options.only in (None, "step"):
+        more = [(COLLECTIVES, (Collectives, torch.optim.AdamW))] if options.dtype == "fp32" else []
+        result = measure(options, options.device, now, more)
+        on_rank_0(rank, lambda: show(f"{options.ranks} ranks over {backend}", options, *result))
+    if options.only in (None, "overlap") and backend == "nccl" and options.ranks > 1:
+        result = overlap(options)
+        on_rank_0(rank, lambda: show_overlap(options, result))
     dist.destroy_process_group()
 
 
@@ -224,14 +263,16 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--ranks", type=int, default=2, help="of the step with real ranks")
     parser.add_argument("--port", type=int, default=29671)
-    parser.add_argument("--only", choices=["fake", "step"])
+    parser.add_argument("--only", choices=["fake", "step", "overlap"])
     options = parser.parse_args()
+    if options.only == "overlap" and (options.device != "cuda" or options.ranks < 2):
+        parser.error("--only overlap needs --device cuda and two or more --ranks")
     own = {name: value for name, value in (("dim", options.dim), ("layers", options.layers)) if value}
     options.shape = dataclasses.replace(MODELS[options.model], **own)
     # Otherwise glibc gives memory back to the system and gets it again, page by page, at moments that
     # differ from run to run. A GPU's allocator does not either.
     os.environ.update(MALLOC_TRIM_THRESHOLD_=str(1 << 29), MALLOC_MMAP_THRESHOLD_=str(1 << 29))
-    if options.only != "step":
+    if options.only in (None, "fake"):
         multiprocessing.spawn(fake_step, (options,), nprocs=1)
     if options.only != "fake":
         multiprocessing.spawn(real_step, (options,), nprocs=options.ranks)

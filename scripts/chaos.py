@@ -114,35 +114,62 @@ def signal_loop(args, folder):
           f'{max(times):.1f} s, {sum(took > 5 for took in times)} took more than 5 s')
 
 
+def sizes_of(job):
+    """The largest memory in KiB, number of threads and number of open files of a rank. None if not
+    every rank runs."""
+    sizes = []
+    for pid in job.rank_pids():
+        try:
+            status = pathlib.Path(f'/proc/{pid}/status').read_text()
+            sizes.append([int(re.search(rf'{key}:\s+(\d+)', status)[1])
+                          for key in ('VmRSS', 'Threads')] + [len(os.listdir(f'/proc/{pid}/fd'))])
+        except (OSError, TypeError):
+            pass  # the process ends
+    return [max(column) for column in zip(*sizes)] if len(sizes) == job.ranks else None
+
+
+def expect_same_tensors(job, device):
+    """Prints the bytes of tensors from the tenth step on. At the end of a step on a GPU, they are
+    always the same."""
+    memory = [line['memory'] for line in metrics(job.run)][10:]
+    for key in ('allocated', 'peak'):
+        sizes = {line[key] for line in memory}
+        print(f'tensors, {key}: {min(sizes)} to {max(sizes)} bytes')
+        expect(key == 'peak' or device == 'cpu' or len(sizes) == 1,
+               'the memory of tensors has changed')
+
+
 def soak(args, folder):
-    """One long run that saves all the time. No process may grow by more than 2 %."""
+    """One long run that saves all the time. No process may grow by more than 2 %. Then the job is
+    killed, and the run goes on with three ranks."""
     write_text(folder)
     (folder / 'long').mkdir()
-    job = Job(args.tool, folder / 'long', args.soak).start()
+    save_every = max(20, args.soak // 100)
+    options = {'device': args.device, 'batch': 24, 'save_every': save_every}
+    job = Job(args.tool, folder / 'long', args.soak, ranks=args.ranks, **options).start()
     samples = []
-    while job.is_running():
-        sizes = []
-        for pid in job.rank_pids():
-            try:
-                status = pathlib.Path(f'/proc/{pid}/status').read_text()
-                sizes.append([int(re.search(rf'{key}:\s+(\d+)', status)[1])
-                              for key in ('VmRSS', 'Threads')] +
-                             [len(os.listdir(f'/proc/{pid}/fd'))])
-            except (OSError, TypeError):
-                pass  # the process ends
-        if len(sizes) == job.ranks:
-            samples.append([max(column) for column in zip(*sizes)])
+    while job.is_running() and job.num_steps() < args.soak:  # the end loads more code
+        samples += filter(None, [sizes_of(job)])
         time.sleep(0.5)
     expect(job.wait() == [0], 'the job has failed')
     expect(len(samples) >= 40, 'the run is too short to see growth: more --soak')
     quarter = len(samples) // 4
     early, late = ([max(column) for column in zip(*part)]
                    for part in (samples[quarter:2 * quarter], samples[-quarter:]))
-    print(f'{args.soak} steps, {args.soak // 20} checkpoints; the largest process in the second '
-          f'and in the last quarter of the run: {early[0]} and {late[0]} KiB, {early[1]} and '
-          f'{late[1]} threads, {early[2]} and {late[2]} open files')
+    print(f'{args.soak} steps, {args.soak // save_every} checkpoints; the largest process in the '
+          f'second and in the last quarter of the run: {early[0]} and {late[0]} KiB, {early[1]} and '
+          f'{late[1]} threads, {early[2]} and {late[2]} open files', flush=True)
     expect(late[0] <= 1.02 * early[0] and late[1] <= early[1] and late[2] <= early[2] + 2,
            'a process has grown')
+    expect_same_tensors(job, args.device)
+    more = args.soak + 2 * save_every
+    job = Job(args.tool, folder / 'long', more, ranks=args.ranks, **options).start()
+    job.wait_for_step(args.soak + save_every)
+    expect(job.is_running(), 'the job ended before it was killed')
+    job.kill_all()
+    job = Job(args.tool, folder / 'long', more, ranks=3, **options).start()
+    expect(job.wait() == [0], 'the run does not go on with 3 ranks')
+    print(f'killed after step {args.soak + save_every}, and gone on with 3 ranks to step {more}')
 
 
 def kill_loop(args, folder):
@@ -195,6 +222,8 @@ def main():
     instead.add_argument('--kills', type=int, help='instead: kill parts of one long run this often')
     instead.add_argument('--signals', type=int, help='instead: as many signals at random moments')
     instead.add_argument('--soak', type=int, help='instead: one run of as many steps, watched')
+    parser.add_argument('--ranks', type=int, default=2, help='of a --soak; a divisor of 24 [2]')
+    parser.add_argument('--device', choices=['cpu', 'cuda'], default='cpu', help='of a --soak [cpu]')
     parser.add_argument('--pause', type=float, default=6,
                         help='most seconds between two kills [6]')
     parser.add_argument('--faults', help='only those whose name contains this')
@@ -203,6 +232,7 @@ def main():
         parser.error(f'--faults {args.faults}: there are {", ".join(f.__name__ for f in FAULTS)}')
     for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
         os.environ.pop(name, None)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and not without ending its jobs
     os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and several jobs may run
     folder = pathlib.Path(tempfile.mkdtemp(prefix='fsdp-chaos-'))
     try:
@@ -231,6 +261,9 @@ def main():
     except Broken as broken:
         print(f'\nfsdp chaos: {broken}; seed {args.seed}; see {folder}', file=sys.stderr)
         return 1
+    finally:
+        for job in Job.started:
+            job.kill_all()
     shutil.rmtree(folder)
     return 0
 

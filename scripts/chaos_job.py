@@ -6,8 +6,7 @@ import socket
 import subprocess
 import time
 
-OPTIONS = ('--dim 32 --layers 2 --lr 1e-3 --batch 8 --context 32 --device cpu '
-           '--schedule constant').split()
+OPTIONS = '--dim 32 --layers 2 --lr 1e-3 --context 32 --schedule constant'.split()
 PATIENCE = 240  # seconds that any part of a round may take
 IN_TIME = 15  # seconds from a signal to the end: 5 are promised, but this machine may be busy
 
@@ -58,12 +57,15 @@ def metrics(run, key='loss'):
 class Job:
     """A training job over `nodes` launchers with `ranks` processes each, in its own folder."""
 
-    def __init__(self, tool, folder, steps, ranks=2, nodes=1, min_ranks=None):
+    started = []  # all jobs, so that none outlives the tool
+
+    def __init__(self, tool, folder, steps, ranks=2, nodes=1, min_ranks=None, device='cpu', batch=8,
+                 save_every=20):
         self.run, self.log = folder / 'run', folder / 'log'
         self.tool, self.ranks, self.nodes = tool, ranks, nodes
-        self.train = [tool, 'train', '--data', str(folder.parent / 'text'), *OPTIONS, '--steps',
-                      str(steps), '--run', str(self.run), '--go-on', '--save-every', '20',
-                      '--keep', '3']
+        self.train = [tool, 'train', '--data', str(folder.parent / 'text'), *OPTIONS, '--device',
+                      device, '--batch', str(batch), '--steps', str(steps), '--run', str(self.run),
+                      '--go-on', '--save-every', str(save_every), '--keep', '3']
         self.min_ranks = min_ranks or ranks * nodes
         self.launchers = []
 
@@ -78,6 +80,7 @@ class Job:
                                     stderr=subprocess.STDOUT, start_new_session=True)
 
     def start(self):
+        Job.started.append(self)
         self.port = free_port()
         self.launchers = [self.start_node(node) for node in range(self.nodes)]
         return self
