@@ -346,7 +346,7 @@ void add_convert(CLI::App& app, Action& action) {
   command
       ->add_option(
           "--files-of", words->files_of,
-          "Largest size of a file, for --format full, e.g. 5GB [5GiB]")
+          "Largest size of a file with --format full, e.g. 5GB [5GiB]")
       ->transform(CLI::AsSizeValue(/*kb_is_1000=*/true));
   // No extra arguments: CLI11 would read "[1,2]" as two values.
   command

@@ -52,7 +52,7 @@ struct Sums {
 Corpus read_corpus(const EvalOptions& options, const LanguageModel& language) {
   TokensOf tokens{
       .vocab = language.dims.vocab,
-      .raw = raw_type(options.token_dtype, language.dims.vocab),
+      .raw = raw_type(options.token_dtype),
       .context = *options.context};
   if (language.tokenizer && Corpus::is_text(options.data)) {
     tokens.tokenizer = language.tokenizer;
@@ -60,7 +60,8 @@ Corpus read_corpus(const EvalOptions& options, const LanguageModel& language) {
   }
   auto corpus = Corpus::read(options.data, tokens);
   check_config(
-      !corpus.is_bytes() || options.tokenizer == "bytes" || tokens.vocab == 256,
+      !corpus.is_bytes() || tokens.vocab == 256 ||
+          (options.tokenizer == "bytes" && tokens.vocab > 256),
       "--data: the model has ", tokens.vocab,
       " tokens, and no tokenizer is known that makes them from text; --tokenizer names a folder "
       "with one, or bytes");
@@ -218,7 +219,7 @@ void add_eval(CLI::App& app, Action& action) {
       ->required();
   command
       ->add_option(
-          "--data", options->data, "Text, examples or files of tokens, as train takes them")
+          "--data", options->data, "Text, examples or files of tokens; see fsdp train --data")
       ->required();
   command->add_option(
       "--tokenizer", options->tokenizer,
@@ -227,11 +228,11 @@ void add_eval(CLI::App& app, Action& action) {
   command->add_option(
       "--context", options->context, "Tokens per row [what the model takes, 1024 at most]");
   add("--token-dtype", options->token_dtype,
-      "What a .bin file without a header holds: uint16, uint32 or auto, as train takes it")
+      "What a .bin file without a header holds: uint16, uint32 or auto; see fsdp train")
       ->check(CLI::IsMember({"auto", "uint16", "uint32"}));
   add("--batch", options->batch, "Rows of each rank at once");
   command->add_option("--ranks", options->ranks, "Ranks as threads [1, or those of --mesh]");
-  command->add_option("--mesh", options->mesh, "Axes dp, shard and tp, as train takes them");
+  command->add_option("--mesh", options->mesh, "Sizes of the axes, e.g. dp=2,shard=2,tp=2");
   add("--dtype", options->dtype, "Compute in fp32 or bf16")->check(CLI::IsMember({"bf16", "fp32"}));
   add("--device", options->device, "cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
   command->add_flag("--json", options->json, "Print a JSON object");

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -22,7 +23,10 @@
 #include "cli/command.h"
 #include "cli/config/adapter_config.h"
 #include "cli/config/hf_config.h"
+#include "cli/config/json_fields.h"
 #include "cli/files.h"
+#include "cli/json_text.h"
+#include "cli/text/documents.h"
 #include "cli/train/pretrained.h"
 #include "cli/train/progress.h"
 #include "cli/train/run_checkpoint.h"
@@ -35,7 +39,8 @@ struct ExportOptions {
   std::string run;
   std::string out;
   std::string dtype;
-  bool merge = false; // the matrices of LoRA into the weights that they belong to
+  std::string tokenizer; // a folder
+  bool merge = false;    // the matrices of LoRA into the weights that they belong to
 };
 
 /// Files of a Hugging Face folder that belong to the model and that training does not change.
@@ -96,6 +101,32 @@ std::optional<nlohmann::ordered_json> original_config(const TrainConfig& config)
             << " is not used, and the files of its "
             << "tokenizer are not copied: " << why << std::endl;
   return std::nullopt;
+}
+
+/// Sets what config.json says of the special tokens of a tokenizer, if the tokenizer has them.
+void set_special_tokens(nlohmann::ordered_json& json, const std::string& folder) {
+  const auto file = folder + "/tokenizer.json";
+  const auto added = read_object(file).value("added_tokens", nlohmann::json::array());
+  const auto vocab = json.at("vocab_size").get<int64_t>();
+  for (const std::string name : {"bos_token", "eos_token"}) {
+    const auto text = special_text(folder, name);
+    nlohmann::ordered_json id;
+    for (const auto& token : added) {
+      if (text && token.is_object() && token.contains("content") && token["content"] == *text) {
+        id = token.contains("id") ? token["id"] : nullptr;
+        check_config(
+            id.is_number_integer() && id.get<int64_t>() >= 0 && id.get<int64_t>() < vocab,
+            "--tokenizer ", folder, ": its ", name, " is ", id.dump(),
+            ", and the model has the tokens 0 to ", vocab - 1, "; give the tokenizer of its data");
+      }
+    }
+    auto& known = json[name + "_id"];
+    const bool is_one_of_several =
+        known.is_array() && std::find(known.begin(), known.end(), id) != known.end();
+    if (!is_one_of_several) {
+      known = id;
+    }
+  }
 }
 
 /// The matrices of LoRA in a checkpoint, by their names in a Hugging Face folder.
@@ -163,6 +194,12 @@ int export_run(const ExportOptions& options) {
   check_config(
       config.has_lora() || !options.merge, "--merge: ", saved.path.string(),
       " is of a run without --lora, so there is nothing to merge");
+  check_config(
+      options.tokenizer.empty() || Tokenizer::is_in(options.tokenizer),
+      "--tokenizer: there is no tokenizer.json in ", options.tokenizer);
+  if (!options.tokenizer.empty()) {
+    (void)JsonFields::read(options.tokenizer + "/tokenizer.json"); // throws if it is damaged
+  }
   const auto dtype = options.dtype.empty() && !options.merge ? config.shard_dtype : options.dtype;
   NewFolder folder(options.out);
   const auto original = original_config(config);
@@ -181,12 +218,18 @@ int export_run(const ExportOptions& options) {
       json.erase("dtype");
       json["torch_dtype"] = dtype == "bf16" ? "bfloat16" : dtype == "fp16" ? "float16" : "float32";
     }
+    if (!options.tokenizer.empty()) {
+      set_special_tokens(json, options.tokenizer);
+    }
     write_file(folder.path() + "/config.json", json.dump(2) + "\n");
   }
+  const auto source = !options.tokenizer.empty() ? options.tokenizer : original ? config.from : "";
   std::vector<std::string> copied;
   for (const auto* name : kCopied) {
-    const auto from = config.from + "/" + name;
-    if (original && is_file(from)) {
+    const auto from = source + "/" + name;
+    // How to generate belongs to the model of the folder.
+    const bool belongs = options.tokenizer.empty() || name != std::string("generation_config.json");
+    if (!source.empty() && belongs && is_file(from)) {
       const auto text = read_file(from);
       check_config(text.has_value(), from, " cannot be read: ", std::strerror(errno));
       write_file(folder.path() + "/" + name, *text);
@@ -204,7 +247,7 @@ int export_run(const ExportOptions& options) {
           binary_size(report.bytes), " in ", plural(report.num_files, "file"),
           copied.empty() ? ""
                          : ", and " + plural(static_cast<int64_t>(copied.size()), "file") + " of " +
-                               printable(config.from)));
+                               printable(source)));
   return 0;
 }
 
@@ -224,10 +267,13 @@ void add_export(CLI::App& app, Action& action) {
           "--dtype", options->dtype,
           "bf16, fp16 or fp32 [as the run kept it; with --merge, as --from has it]")
       ->check(CLI::IsMember({"bf16", "fp16", "fp32"}));
+  command->add_option(
+      "--tokenizer", options->tokenizer,
+      "Folder whose tokenizer files are copied; config.json gets its special tokens [--from]");
   command->add_flag(
       "--merge", options->merge,
-      "Add the matrices of --lora to the weights of --from; else only the matrices are written, "
-      "as an adapter for peft");
+      "Add the matrices of --lora to the weights of --from; without it, only the matrices are "
+      "written, as an adapter for peft");
   command->callback([options, &action] { action = [options] { return export_run(*options); }; });
 }
 

@@ -110,7 +110,7 @@ std::optional<int64_t> end_of(const TokenizeOptions& options, const Tokenizer& t
       ": the tokenizer has no such token");
   check_config(
       token.has_value(), "tokenizer_config.json of ", options.tokenizer,
-      " names no eos_token of the tokenizer; --end names the token behind each document, or none");
+      " names no eos_token of the tokenizer; --end names the token after each document, or none");
   return token;
 }
 
@@ -160,7 +160,7 @@ void add_tokenize(CLI::App& app, Action& action) {
       ->capture_default_str();
   command->add_option(
       "--end", options->end,
-      "The token behind each document, or none [eos_token of tokenizer_config.json]");
+      "Token after each document, or none [eos_token of tokenizer_config.json]");
   command->callback([options, &action] { action = [options] { return tokenize(*options); }; });
 }
 

@@ -83,7 +83,8 @@ function(fsdp_add_whole_test test binary)
                SKIP_REGULAR_EXPRESSION "there is no GPU here")
 endfunction()
 
-# fsdp_add_gpu_test(NAME SOURCES...): adds a binary that needs a GPU.
+# fsdp_add_gpu_test(NAME SOURCES...): adds a binary that needs a GPU. This test leaves out the suites of
+# several ranks over NCCL, which run in tests of their own.
 function(fsdp_add_gpu_test name)
   cmake_parse_arguments(arg "" "" "SOURCES" ${ARGN})
   add_executable(${name} ${arg_SOURCES})
@@ -91,7 +92,7 @@ function(fsdp_add_gpu_test name)
   if(TORCH_CUDA_LIBRARIES)
     target_compile_definitions(${name} PRIVATE FSDP_TEST_CUDA)
   endif()
-  fsdp_add_whole_test(${name} ${name})
+  fsdp_add_whole_test(${name} ${name} "--gtest_filter=-NcclRanks.*:NcclGraphs.*:NcclFaults.*")
 endfunction()
 
 # fsdp_add_nccl_test(TEST RANKS binary arguments...): adds a binary with processes over NCCL as ranks.

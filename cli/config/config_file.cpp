@@ -256,9 +256,9 @@ std::vector<std::string> without_contradicted(
 std::string ConfigOrigins::named(const std::string& message) const {
   const auto start = message.find("--");
   const auto end = message.find_first_of(" =:,;", std::min(start, message.size()));
-  const auto place =
-      start == std::string::npos ? places.end() : places.find(message.substr(start, end - start));
-  return place == places.end() ? message : place->second + ": " + message;
+  const auto origin =
+      start == std::string::npos ? origins.end() : origins.find(message.substr(start, end - start));
+  return origin == origins.end() ? message : origin->second + ": " + message;
 }
 
 std::vector<std::string> config_words(const std::string& path, ConfigOrigins* origins) {
@@ -286,7 +286,7 @@ std::vector<std::string> config_words(const std::string& path, ConfigOrigins* or
     const auto option = option_in(each);
     if (origins && !option.empty()) {
       const auto line = line_of(option.substr(2), text);
-      origins->places[option] = path + (line > 0 ? ", line " + std::to_string(line) : "");
+      origins->origins[option] = path + (line > 0 ? ", line " + std::to_string(line) : "");
     }
   }
   return words;
@@ -317,7 +317,7 @@ std::vector<std::string> expand_config(
   }
   for (const auto& word : others) {
     if (origins) {
-      origins->places.erase(option_in(word)); // the command line wins
+      origins->origins.erase(option_in(word)); // the command line wins
     }
   }
   auto result = without_contradicted(of_file, others);

@@ -12,7 +12,7 @@ struct ConfigOrigins {
   /// them.
   std::string named(const std::string& message) const;
 
-  std::map<std::string, std::string> places; // "--steps" -> "a.toml, line 3"
+  std::map<std::string, std::string> origins; // "--steps" -> "a.toml, line 3"
 };
 
 /// Reads a config file and returns its options as words of a command line, such as "--steps=20". An

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cctype>
+#include <map>
 #include <set>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cli/check.h"
@@ -18,32 +21,26 @@ using Json = nlohmann::ordered_json;
 
 /// Fields that do not change what a model computes.
 const std::set<std::string> kHarmless{
-    "_attn_implementation",
-    "_attn_implementation_autoset",
-    "_name_or_path",
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path",
     "_sliding_window_pattern", // layer_types says it
-    "architectures",
-    "bos_token_id",
-    "cache_implementation",
-    "chunk_size_feed_forward",
-    "dtype",
-    "eos_token_id",
-    "id2label",
-    "initializer_range",
-    "is_encoder_decoder",
-    "is_llama_config",
-    "label2id",
-    "model_type",
-    "name_or_path",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
+    "architectures", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype",
+    "eos_token_id", "finetuning_task",
+    "gradient_checkpointing", // how to compute, not what
+    "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "is_llama_config",
+    "keys_to_ignore_at_inference", "label2id", "model_type", "name_or_path", "output_attentions",
+    "output_hidden_states", "pad_token_id", "prefix",
     "pretraining_tp", // how to compute, not what
-    "problem_type",
-    "return_dict",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache"};
+    "problem_type", "return_dict", "sep_token_id", "task_specific_params", "tf_legacy_loss",
+    "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+    // How to generate text, in older files; newer ones have it in generation_config.json.
+    "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "early_stopping", "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
+    "length_penalty", "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_scores",
+    "remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "suppress_tokens",
+    "temperature", "top_k", "top_p", "typical_p"};
 
 /// The base and scaling of the rotary positions. Transformers 5 has them in rope_parameters, and
 /// earlier versions in rope_theta and rope_scaling.
@@ -140,15 +137,23 @@ double read_cap(JsonFields& fields, const std::string& key, double if_missing) {
   return cap;
 }
 
-} // namespace
+/// The activation of the feed-forward part.
+void check_activation(JsonFields& fields, const std::string& family) {
+  constexpr const char* kGemma = "gelu_pytorch_tanh";
+  if (family == "gemma") { // released with "gelu" in hidden_act, which does not mean it
+    fields.expect<std::string>("hidden_activation", kGemma);
+    if (fields.get<std::string>("hidden_act", kGemma) == "gelu") {
+      return;
+    }
+  }
+  const std::string only = family.starts_with("gemma") ? kGemma : "silu";
+  fields.expect<std::string>("hidden_act", only);
+  fields.expect<std::string>("hidden_activation", only);
+}
 
-HfConfig read_hf_config(const std::string& folder) {
-  const auto file = folder + "/config.json";
-  check_config(is_folder(folder), "--from: there is no folder ", folder);
-  check_config(
-      is_file(file), "--from: ", folder,
-      " has no config.json; it must be a folder of Hugging Face");
-  auto fields = JsonFields::read(file);
+/// `file`: for errors.
+HfConfig parse_hf_config(Json json, const std::string& file) {
+  JsonFields fields(std::move(json), file);
   const auto family = fields.require<std::string>("model_type");
   const std::set<std::string> known{"gemma",   "gemma2", "gemma3_text", "llama",
                                     "mistral", "qwen2",  "qwen3"};
@@ -165,6 +170,18 @@ HfConfig read_hf_config(const std::string& folder) {
   dims.heads = fields.require<int64_t>("num_attention_heads");
   dims.kv_heads = fields.get<int64_t>("num_key_value_heads", dims.heads);
   dims.hidden = fields.require<int64_t>("intermediate_size");
+  for (const auto& [key, size] : std::map<std::string, int64_t>{
+           {"vocab_size", dims.vocab},
+           {"hidden_size", dims.dim},
+           {"num_hidden_layers", dims.layers},
+           {"num_attention_heads", dims.heads},
+           {"num_key_value_heads", dims.kv_heads},
+           {"intermediate_size", dims.hidden}}) {
+    constexpr int64_t kMost = 1 << 30;
+    check_config(
+        size > 0 && size <= kMost, file, ": \"", key, "\" is ", size, ", not a number from 1 to ",
+        kMost);
+  }
   dims.norm_eps = fields.get<double>("rms_norm_eps", 1e-6);
   dims.tied = fields.get<bool>("tie_word_embeddings", dims.gemma);
   // Where the field is missing, families have defaults of their own.
@@ -179,18 +196,20 @@ HfConfig read_hf_config(const std::string& folder) {
     dims.attention_size = fields.get<int64_t>("query_pre_attn_scalar", 256);
     dims.sandwich_norms = true;
   }
-  // Qwen2 does not read the field.
-  const bool attention_bias = fields.get<bool>("attention_bias", false) && family != "qwen2";
+  // Mistral and Qwen2 do not read the field.
+  const bool attention_bias =
+      fields.get<bool>("attention_bias", false) && family != "mistral" && family != "qwen2";
   dims.qkv_bias = attention_bias || family == "qwen2";
   dims.o_bias = attention_bias;
   dims.mlp_bias = fields.get<bool>("mlp_bias", false);
   config.longest = fields.get<int64_t>("max_position_embeddings", 0);
   read_rotary(fields, family, config.longest, dims);
   read_window(fields, family, dims);
-  const std::string activation = dims.gemma ? "gelu_pytorch_tanh" : "silu";
-  fields.expect<std::string>("hidden_act", activation);
-  fields.expect<std::string>("hidden_activation", activation);
+  check_activation(fields, family);
   fields.expect<bool>("use_mrope", false);
+  fields.expect<bool>("add_cross_attention", false);
+  fields.expect<bool>("tie_encoder_decoder", false);
+  fields.expect<Json>("pruned_heads", Json::object());
   fields.expect<bool>("rope_interleaved", false);
   fields.expect<double>("attention_dropout", 0);
   fields.expect<bool>("use_bidirectional_attention", false);
@@ -199,39 +218,30 @@ HfConfig read_hf_config(const std::string& folder) {
   return config;
 }
 
-nlohmann::ordered_json hf_config_json(const ModelDims& dims, int64_t longest) {
+/// The family whose models come closest.
+std::string family_of(const ModelDims& dims) {
+  if (dims.gemma) {
+    return !dims.sandwich_norms ? "gemma" : dims.qk_norm ? "gemma3_text" : "gemma2";
+  }
   const bool qwen2 = dims.qkv_bias && !dims.o_bias;
-  const bool gemma3 = dims.gemma && dims.sandwich_norms && dims.qk_norm;
-  const bool gemma2 = dims.gemma && dims.sandwich_norms && !dims.qk_norm;
-  const std::string family = gemma3            ? "gemma3_text"
-                             : gemma2          ? "gemma2"
-                             : dims.gemma      ? "gemma"
-                             : dims.qk_norm    ? "qwen3"
-                             : qwen2           ? "qwen2"
-                             : dims.window > 0 ? "mistral"
-                                               : "llama";
+  return dims.qk_norm ? "qwen3" : qwen2 ? "qwen2" : dims.window > 0 ? "mistral" : "llama";
+}
+
+/// The config.json of a family. It may lack something that the family does not have.
+Json json_of_family(const ModelDims& dims, int64_t longest) {
+  const auto family = family_of(dims);
+  const bool gemma2 = family == "gemma2";
+  const bool gemma3 = family == "gemma3_text";
   const auto scaling = RotaryScaling::parse(dims.rotary_scaling);
-  const bool fits = (dims.qkv_bias || !dims.o_bias) && (!qwen2 || family == "qwen2") &&
-                    (gemma3 || !(dims.gemma && dims.qk_norm)) &&
-                    (dims.gemma || !dims.sandwich_norms) && (!dims.mlp_bias || family == "llama") &&
-                    (gemma2 || dims.attention_cap == 0) &&
-                    (gemma3 || dims.window_rotary_base == 0) &&
-                    (gemma2 || gemma3 ||
-                     (dims.score_cap == 0 && dims.attention_size == 0 && dims.full_every == 0)) &&
-                    !(gemma3 && scaling && dims.window > 0 && dims.window_rotary_base == 0) &&
-                    (!dims.o_bias || family == "llama" || family == "qwen3" || dims.gemma) &&
-                    (dims.window == 0 || family == "qwen2" || family == "qwen3" ||
-                     ((family == "mistral" || gemma2 || gemma3) && dims.window_from == 0));
-  check_config(
-      fits,
-      "no family of models of Hugging Face has all of these options: --qkv-bias, --o-bias, "
-      "--mlp-bias, --qk-norm, --window, --full-every, --window-rotary-base, --gemma, "
-      "--sandwich-norms, --attention-size, --attention-cap, --score-cap");
   auto name = gemma3 ? std::string("gemma3") : family;
   name[0] = static_cast<char>(std::toupper(name[0]));
   Json json{
       {"architectures", {name + "ForCausalLM"}},
       {"model_type", family},
+      // Families have defaults for these, which are wrong for another tokenizer.
+      {"bos_token_id", nullptr},
+      {"eos_token_id", nullptr},
+      {"pad_token_id", nullptr},
       {"vocab_size", dims.vocab},
       {"hidden_size", dims.dim},
       {"intermediate_size", dims.hidden},
@@ -279,6 +289,64 @@ nlohmann::ordered_json hf_config_json(const ModelDims& dims, int64_t longest) {
       json["rope_scaling"]["original_max_position_embeddings"] = scaling->original;
     }
   }
+  return json;
+}
+
+/// Whether two models compute the same.
+bool is_same_model(const ModelDims& one, const ModelDims& other) {
+  const auto sizes = [](const ModelDims& dims) {
+    return std::make_tuple(
+        dims.vocab, dims.dim, dims.layers, dims.heads, dims.kv_heads, dims.hidden, dims.head_dim());
+  };
+  const auto kinds = [](const ModelDims& dims) {
+    return std::make_tuple(
+        dims.tied, dims.qkv_bias, dims.o_bias, dims.mlp_bias, dims.qk_norm, dims.gemma,
+        dims.sandwich_norms);
+  };
+  const auto numbers = [](const ModelDims& dims) {
+    const auto scaling = RotaryScaling::parse(dims.rotary_scaling);
+    bool slides = false;
+    for (int64_t i = 0; i < dims.layers; ++i) {
+      slides = slides || dims.window_of(i) > 0;
+    }
+    const bool has_own = slides && dims.window_rotary_base > 0;
+    return std::make_tuple(
+        dims.norm_eps, dims.attention_size > 0 ? dims.attention_size : dims.head_dim(),
+        dims.attention_cap, dims.score_cap, dims.rotary_base, scaling ? scaling->str() : "none",
+        has_own ? dims.window_rotary_base : dims.rotary_base,
+        scaling && slides && !has_own); // the positions of a window's blocks are stretched
+  };
+  bool same_windows = true;
+  for (int64_t i = 0; i < one.layers; ++i) {
+    same_windows = same_windows && one.window_of(i) == other.window_of(i);
+  }
+  return sizes(one) == sizes(other) && kinds(one) == kinds(other) &&
+         numbers(one) == numbers(other) && same_windows;
+}
+
+} // namespace
+
+HfConfig read_hf_config(const std::string& folder) {
+  const auto file = folder + "/config.json";
+  check_config(is_folder(folder), "--from: there is no folder ", folder);
+  check_config(
+      is_file(file), "--from: ", folder,
+      " has no config.json; it must be a folder of Hugging Face");
+  return parse_hf_config(JsonFields::parse(file), file);
+}
+
+nlohmann::ordered_json hf_config_json(const ModelDims& dims, int64_t longest) {
+  auto json = json_of_family(dims, longest);
+  bool fits = false;
+  try {
+    fits = is_same_model(parse_hf_config(json, "config.json").dims, dims);
+  } catch (const ConfigError&) { // windows that no family has
+  }
+  check_config(
+      fits,
+      "no family of models of Hugging Face has all of these options: --qkv-bias, --o-bias, "
+      "--mlp-bias, --qk-norm, --window, --full-every, --window-rotary-base, --gemma, "
+      "--sandwich-norms, --attention-size, --attention-cap, --score-cap");
   return json;
 }
 

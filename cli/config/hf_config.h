@@ -21,7 +21,7 @@ struct HfConfig {
 HfConfig read_hf_config(const std::string& folder);
 
 /// The content of a config.json with which Hugging Face's transformers builds the same model.
-/// Throws ConfigError if none of its families does.
+/// It says that no tokens are special. Throws ConfigError if none of its families builds it.
 nlohmann::ordered_json hf_config_json(const ModelDims& dims, int64_t longest);
 
 } // namespace fsdp::cli

@@ -12,6 +12,7 @@
 
 #include "cli/check.h"
 #include "cli/files.h"
+#include "cli/json_text.h"
 
 namespace fsdp::cli {
 
@@ -20,15 +21,19 @@ class JsonFields {
  public:
   using Json = nlohmann::ordered_json;
 
-  /// Throws ConfigError if the file cannot be read, or does not hold an object.
-  static JsonFields read(const std::string& file) {
+  /// What a file holds. Throws ConfigError if it cannot be read, or is not JSON.
+  static Json parse(const std::string& file) {
     const auto text = read_file(file);
     check_config(text.has_value(), file, " cannot be read: ", std::strerror(errno));
     try {
-      return {Json::parse(*text), file};
+      return Json::parse(*text);
     } catch (const Json::exception& error) {
-      throw_config_error(file, ": it is not JSON: ", error.what());
+      throw_config_error(file, ": it is not JSON: ", json_problem(error));
     }
+  }
+  /// Throws ConfigError if the file cannot be read, or does not hold an object.
+  static JsonFields read(const std::string& file) {
+    return {parse(file), file};
   }
   JsonFields(Json json, std::string file) : json_(std::move(json)), file_(std::move(file)) {
     check_config(json_.is_object(), file_, ": it does not hold an object");

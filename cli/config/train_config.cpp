@@ -26,8 +26,8 @@ void within(const char* option, int64_t value, int64_t least) {
 }
 
 void check_model(const ModelDims& dims) {
-  within("--dim", dims.dim, 2);       // first, because other sizes may be derived from it
-  within("--vocab", dims.vocab, 256); // bytes
+  within("--dim", dims.dim, 2); // first, because other sizes may be derived from it
+  within("--vocab", dims.vocab, 1);
   within("--layers", dims.layers, 1);
   within("--heads", dims.heads, 1);
   within("--kv-heads", dims.kv_heads, 1);

@@ -186,7 +186,7 @@ void tidy_steps(Case& c) {
     }
     step.throws_in_forward = std::min(step.throws_in_forward, num_blocks - 1);
     step.throws_in_backward = std::min(step.throws_in_backward, num_blocks - 1);
-    // Of what a failed backward has reduced, nobody knows how much is in the gradients.
+    // After a failed backward, nobody knows which reductions reached the gradients.
     if (before != Zero::ToNone || step.sync != Sync::Each || step.keep || step.mark_last) {
       step.throws_in_backward = -1;
     }
@@ -209,8 +209,8 @@ void tidy_ranks(Case& c) {
     return;
   }
   for (auto& step : c.steps) {
-    // Else the input of the block behind it may need a gradient on some ranks only. There the
-    // backward of that block would end later than elsewhere, or there would be none.
+    // Otherwise the input of the next block may need a gradient on some ranks only. The backward of
+    // that block would then end later there, or there would be none.
     step.input_grad = true;
     for (auto* number : {&step.throws_in_forward, &step.throws_in_backward}) {
       *number = *number >= 0 && differs[*number] ? -1 : *number;
@@ -221,7 +221,7 @@ void tidy_ranks(Case& c) {
 } // namespace
 
 void tidy(Case& c) {
-  // A change may make another one necessary.
+  // One change may make another one necessary.
   for (Case before; before != c;) {
     before = c;
     divide_branches(c.root);

@@ -23,7 +23,7 @@ struct Block {
   int64_t size = 1; // Mlp: of the inside; Table, Scale: rows; Chain: how often it runs its blocks
   bool bias = false;
   bool frozen = false;
-  bool checkpointed = false;
+  bool recomputed = false;
   bool keeps_matmuls = false; // and so does not recompute them
   Skip skip = Skip::Never;    // when the block around it does not call it
   int group = 0;              // in Case::groups; by default that of the block around it

@@ -85,8 +85,8 @@ class Draw {
                   : dice_.chance(15)           ? 2
                                                : 1;
     result.frozen = dice_.chance(12);
-    result.checkpointed = dice_.chance(20);
-    result.keeps_matmuls = result.checkpointed && dice_.chance(50);
+    result.recomputed = dice_.chance(20);
+    result.keeps_matmuls = result.recomputed && dice_.chance(50);
     result.skip = dice_.chance(80)   ? Skip::Never
                   : dice_.chance(60) ? Skip::OddSteps
                                      : Skip::OddRanks;

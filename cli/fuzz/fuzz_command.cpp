@@ -38,7 +38,7 @@ struct Options {
 std::atomic<uint64_t> current_case = 0;
 std::atomic<uint64_t> num_runs = 0; // of cases, also smaller ones
 
-/// Says which case it was. Uses only what a signal handler may use.
+/// Prints the command that repeats the case, before the process ends. A signal handler may call it.
 void end_with_case(const char* what) {
   char text[160];
   char digits[24];
@@ -228,7 +228,8 @@ void add_fuzz(CLI::App& app, Action& action) {
   command->add_option("--seed", options.seed, "Where to begin; another seed gives other cases")
       ->capture_default_str();
   command->add_option("--case", options.only_case, "Run this case only, and make it smaller");
-  command->add_option("--max-failures", options.max_failures, "End after so many failures")
+  command
+      ->add_option("--max-failures", options.max_failures, "Number of failures after which it ends")
       ->capture_default_str();
   command->add_flag("!--no-python", options.python, "Do not compare with Python's FSDP2");
   command->add_option(

@@ -61,14 +61,14 @@ at::Tensor NodeImpl::add_parameter(
   return register_parameter(name, value, !block.frozen);
 }
 
-/// The value that a policy makes of a parameter; the sharded model has it already.
+/// A parameter after the casts of the policy. A sharded model has cast it already.
 at::Tensor NodeImpl::shown(const at::Tensor& param) const {
   return casts.params && param.defined() ? param.to(*casts.params) : param;
 }
 
-/// What a block that does not run passes on. Where the ranks differ, it is another tensor: else the
-/// outputs of two modules may be one tensor on some ranks, and their backwards begin in another
-/// order there.
+/// The output of a skipped block is its input. If only some ranks skip it, it is a copy. Otherwise
+/// two modules could share an output on some ranks only, and backwards would begin in different
+/// orders.
 static at::Tensor passed_on(const NodeImpl& inner, const at::Tensor& x) {
   return inner.block.skip == Skip::OddRanks ? x.clone() : x;
 }

@@ -22,7 +22,7 @@ class Injected : public std::runtime_error {
   Injected() : runtime_error("injected by the fuzzer") {}
 };
 
-/// What the modules of one model know of the training.
+/// What all modules of a model share.
 struct Situation {
   int step = 0;
   int rank = 0;
@@ -76,9 +76,9 @@ Node make_model(const Case& c, const std::shared_ptr<Situation>& situation);
 std::vector<FSDPModule> shard_model(const Case& c, Node& net);
 /// Makes an unsharded model compute in the dtypes of the case.
 void follow_policies(const Case& c, Node& net);
-/// Nodes by their numbers.
+/// The nodes in the order of their numbers.
 std::vector<NodeImpl*> all_nodes(Node& net);
-/// Each parameter once.
+/// The parameters of a module. One that several modules share is there once.
 std::vector<at::Tensor> unique_parameters(const torch::nn::Module& module);
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(
     const Case& c, const torch::nn::Module& module, bool sharded);

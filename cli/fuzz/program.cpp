@@ -15,20 +15,20 @@ namespace {
 class Setup {
  public:
   Setup(const Case& c, std::ostream& out) : case_(c), out_(out) {
-    checkpoint(c.root, "net");
+    recompute(c.root, "net");
     below(c.root, "net");
     shard(0, {"net"});
     settings();
   }
 
  private:
-  void checkpoint(const Block& block, const std::string& path) {
-    if (block.checkpointed) {
+  void recompute(const Block& block, const std::string& path) {
+    if (block.recomputed) {
       out_ << "  fsdp::apply_activation_checkpointing(" << path
            << (block.keeps_matmuls ? ", {.save = fsdp::save_matmuls()}" : "") << ");\n";
     }
     for (size_t i = 0; i < block.blocks.size(); ++i) {
-      checkpoint(block.blocks[i], c10::str(path, "->b", i));
+      recompute(block.blocks[i], c10::str(path, "->b", i));
     }
   }
 

@@ -59,7 +59,7 @@ Json block_json(const Block& block) {
       {"size", block.size},
       {"bias", block.bias},
       {"frozen", block.frozen},
-      {"checkpointed", block.checkpointed},
+      {"checkpointed", block.recomputed},
       {"skip", block.skip == Skip::Never ? "never" : "odd_steps"},
       {"group", block.group},
       {"tied", block.tied},

@@ -12,7 +12,7 @@
 
 namespace fsdp::cli::fuzz {
 
-/// A case and what it has led to here.
+/// A case, and the final parameters of its run in C++.
 struct ForPython {
   Case c;
   std::vector<std::pair<std::string, at::Tensor>> parameters;

@@ -124,7 +124,7 @@ void RankRun::write_whole(int group) {
       }
       expect_refused(
           "a write to a whole parameter is not noticed", [&] { groups_[group].reshard(); });
-      groups_[group].reshard(); // it says so once
+      groups_[group].reshard(); // only the first call refuses
       return;
     }
   }

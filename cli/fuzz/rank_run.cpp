@@ -104,7 +104,7 @@ void RankRun::run_step(const Step& step) {
     run_microbatch(step, microbatch);
   }
   for (auto& group : groups_) {
-    group.reshard(); // those that an event has unsharded and no forward has used
+    group.reshard(); // an event may have unsharded it, and no forward used it
   }
   average_gradients(before);
   if (case_.tamper != 1) {

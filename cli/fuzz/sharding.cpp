@@ -102,7 +102,7 @@ class Sharding {
 
 std::vector<FSDPModule> shard_model(const Case& c, Node& net) {
   for (auto* node : all_nodes(net)) {
-    if (node->block.checkpointed) {
+    if (node->block.recomputed) {
       apply_activation_checkpointing(
           *node, {.save = node->block.keeps_matmuls ? save_matmuls() : nullptr});
     }

@@ -111,7 +111,7 @@ class Simpler {
         }
       });
       reset_block(i, &Block::skip);
-      reset_block(i, &Block::checkpointed);
+      reset_block(i, &Block::recomputed);
       reset_block(i, &Block::tied);
       reset_block(i, &Block::frozen);
       reset_block(i, &Block::bias);

@@ -25,15 +25,20 @@ torch::Tensor Decoder::scores_behind(const std::vector<int64_t>& tokens) {
   TORCH_CHECK(length_ + time <= most_, "there is room for ", most_, " tokens only");
   const auto& weight = model_->embed_tokens->weight;
   auto x = model_->embed(torch::tensor(tokens).to(weight.device()).unsqueeze(0));
+  torch::Tensor mask; // of the blocks with a window, all of which have the same
   for (size_t i = 0; i < model_->layers.size(); ++i) {
+    if (length_ == 0 && !mask.defined()) {
+      mask = TransformerImpl::mask(x, model_->window_of(i), /*documents=*/{});
+    }
     x = model_->layers[i]->with_attention(
-        x, [&](const torch::Tensor& normalized) { return attend(i, normalized); });
+        x, [&](const torch::Tensor& normalized) { return attend(i, normalized, mask); });
   }
   length_ += time;
   return model_->scores_of(x.narrow(1, time - 1, 1)).flatten().to(torch::kCPU, torch::kFloat);
 }
 
-torch::Tensor Decoder::attend(size_t block, const torch::Tensor& x) {
+torch::Tensor Decoder::attend(
+    size_t block, const torch::Tensor& x, const torch::Tensor& window_mask) {
   auto& attention = model_->layers[block]->self_attn;
   const auto time = x.size(1);
   const auto window = model_->window_of(block);
@@ -42,7 +47,7 @@ torch::Tensor Decoder::attend(size_t block, const torch::Tensor& x) {
   keys_[block].narrow(2, length_, time).copy_(heads.keys);
   values_[block].narrow(2, length_, time).copy_(heads.values);
   if (length_ == 0) { // sees only what is new
-    const auto mask = TransformerImpl::mask(x, window, /*documents=*/{});
+    const auto mask = window > 0 ? window_mask : torch::Tensor();
     return attention->mix(heads, mask, /*causal=*/!mask.defined());
   }
   const auto all = length_ + 1;

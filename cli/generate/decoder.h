@@ -26,13 +26,13 @@ class Decoder {
     length_ = 0;
   }
 
-  /// Appends tokens and returns the scores (vocab) of the one behind them, on the CPU in fp32.
+  /// Appends tokens and returns the scores (vocab) of the one after them, on the CPU in fp32.
   /// Several tokens can only be the first ones.
   torch::Tensor scores_behind(const std::vector<int64_t>& tokens);
 
  private:
-  /// Attention of a block over what it has kept and what is new.
-  torch::Tensor attend(size_t block, const torch::Tensor& x);
+  /// Attention of a block over what it has kept and what is new. The mask is for the first tokens.
+  torch::Tensor attend(size_t block, const torch::Tensor& x, const torch::Tensor& window_mask);
 
   Transformer model_;
   const int64_t most_;

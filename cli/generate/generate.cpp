@@ -155,7 +155,7 @@ void add_generate(CLI::App& app, Action& action) {
   add("--temperature", options->choice.temperature,
       "0: always the likeliest token; 1: the learned probabilities");
   add("--top-p", options->choice.top_p,
-      "Draw only from the likeliest tokens, whose probabilities reach this");
+      "Draw only from the likeliest tokens that together have this probability");
   add("--seed", options->seed, "Seed of the random choices");
   command->add_option("--stop", options->stops, "Stop before this text; may be given several times")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
@@ -163,7 +163,7 @@ void add_generate(CLI::App& app, Action& action) {
   add("--dtype", options->dtype, "Compute in fp32 or bf16")->check(CLI::IsMember({"bf16", "fp32"}));
   command->add_flag(
       "--raw", options->raw,
-      "Print all bytes unchanged, not ? for characters that control a terminal");
+      "Print all bytes unchanged; otherwise ? replaces characters that control a terminal");
   command->add_flag("--stats", options->stats, "Print on stderr how long it took");
   command->callback([options, &action] { action = [options] { return generate(*options); }; });
 }

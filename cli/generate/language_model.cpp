@@ -12,6 +12,7 @@
 #include "cli/config/adapter_config.h"
 #include "cli/config/hf_config.h"
 #include "cli/files.h"
+#include "cli/json_text.h"
 #include "cli/text/documents.h"
 #include "cli/train/pretrained.h"
 
@@ -24,21 +25,15 @@ using Json = nlohmann::json;
 /// Of a model whose config.json names no longest row.
 constexpr int64_t kAnyLength = 1 << 30;
 
-Json read_json(const std::string& path) {
-  const auto text = read_file(path);
-  const auto json = Json::parse(text.value_or("{}"), nullptr, /*allow_exceptions=*/false);
-  return json.is_object() ? json : Json::object();
-}
-
 /// config.json of a run has no such field.
 bool is_hf_folder(const std::string& path) {
-  return is_folder(path) && read_json(path + "/config.json").contains("model_type");
+  return is_folder(path) && read_object(path + "/config.json").contains("model_type");
 }
 
 /// The tokens that end a text: one number, or a list of them.
 std::set<int64_t> end_tokens(const std::string& folder) {
   for (const auto* file : {"/generation_config.json", "/config.json"}) {
-    const auto end = read_json(folder + file).value("eos_token_id", Json());
+    const auto end = read_object(folder + file).value("eos_token_id", Json());
     if (end.is_number_integer()) {
       return {end.get<int64_t>()};
     }
@@ -99,6 +94,7 @@ LanguageModel find_language_model(
     }
     const auto config = read_hf_config(folder);
     check_weight_files(folder);
+    check_weights_fit(config.dims, folder);
     result.dims = config.dims;
     result.dims.lora = lora;
     result.longest = config.longest > 0 ? config.longest : kAnyLength;
@@ -128,6 +124,9 @@ LanguageModel find_language_model(
           "; --tokenizer names a folder that has it, or bytes");
       result.tokenizer = Tokenizer::read(folder);
       result.end = end_token(*result.tokenizer, folder);
+      if (result.ends.empty() && result.end) {
+        result.ends = {*result.end};
+      }
     } catch (const ConfigError&) {
       if (needed) {
         throw;

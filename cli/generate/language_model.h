@@ -19,7 +19,7 @@ struct LanguageModel {
   std::optional<Tokenizer> tokenizer; // none: tokens are bytes, or nobody knows
   int64_t longest = 0;                // the most tokens that it sees
   std::set<int64_t> ends;             // the tokens that end an answer
-  std::optional<int64_t> end;         // the token behind each document
+  std::optional<int64_t> end;         // the token after each document
   std::string folder;                 // of Hugging Face, with weights
   std::optional<SavedRun> run;        // with the other weights, or all
   std::string adapter;                // a folder of PEFT with the other weights

@@ -146,17 +146,17 @@ function gridOf(box, width, y, values, texts) {
   ]);
 }
 /**
- * A line that follows the pointer, and further `marks`, over a plot. `place` is told where the
- * pointer is, from 0 to 1, shows the tip, and returns the x of the line.
+ * A line that follows the pointer, and further `marks`, over a plot. `showTip` gets the position
+ * of the pointer, from 0 to 1, and returns the x of the line.
  */
-function crosshair(root, box, width, h, marks, place) {
+function crosshair(root, box, width, h, marks, showTip) {
   const inside = width - box.left - box.right;
   const cross = svg('line', {class: 'cross', y1: box.top, y2: h - box.bottom});
   const area = svg('rect', {x: box.left, y: 0, width: inside, height: h, fill: 'transparent'});
   const show = (visibility) => [cross, ...marks].forEach((node) => set(node, {visibility}));
   area.addEventListener('pointermove', (event) => {
     const left = root.getBoundingClientRect().left + box.left;
-    const x = place(event, (event.clientX - left) / inside);
+    const x = showTip(event, (event.clientX - left) / inside);
     set(cross, {x1: x, x2: x});
     show('visible');
   });
@@ -193,8 +193,8 @@ function smoothed(points) {
 const path = (points, x, y) =>
     points.map(([a, b], i) => (i ? 'L' : 'M') + x(a).toFixed(1) + ' ' + y(b).toFixed(1)).join('');
 
-const dot = (one, place) =>
-    svg('circle', {fill: one.color, stroke: css('paper'), 'stroke-width': 1.5, ...place});
+const dot = (one, center) =>
+    svg('circle', {fill: one.color, stroke: css('paper'), 'stroke-width': 1.5, ...center});
 
 /**
  * series: [{name, points, color, width, opacity, marks, smooth, format}]; levels: horizontal

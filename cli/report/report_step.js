@@ -163,16 +163,16 @@ function timeline(one) {
         for (const each of of (rank, row)) {
           if (each.lane >= depth[row]) continue;
           const color = rowColor(row);
-          const place = y + each.lane * (thin + 1);
+          const top = y + each.lane * (thin + 1);
           const about = () => [
               ['rank', String(rank.rank)], ['bytes', bytes(each.args.bytes || 0)],
               ['group', each.args.group || ''], ['from', ms(each.begin)],
               ['in flight', ms(each.end - each.begin)],
               ['waited for', ms(each.args.waited_us || 0)]];
-          bar(each, place, thin, color, css('pale'), spoken(each.name), about);
+          bar(each, top, thin, color, css('pale'), spoken(each.name), about);
           for (const wait of rank.waits) {
             if (wait.name === each.name && wait.begin >= each.begin && wait.end <= each.end + 1)
-              bar(wait, place, thin, color, 1, spoken(each.name), about);
+              bar(wait, top, thin, color, 1, spoken(each.name), about);
           }
         }
         y += depth[row] * (thin + 1);

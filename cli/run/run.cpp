@@ -388,16 +388,16 @@ void add_run(CLI::App& app, Action& action) {
   command->add_option(
       "--master", options->master, "HOST:PORT on machine 0 that all machines can reach");
   command->add_flag(
-      "--bare", options->bare, "Rank 0 writes its output itself, without \"[rank 0]\"");
+      "--bare", options->bare, "Put no \"[rank 0]\" before the lines of rank 0's output");
   command
       ->add_option(
           "--restarts", options->restarts,
-          "Start the job again when a rank or a machine is lost, this often at most")
+          "How many times to start the job again when a rank or a machine is lost")
       ->check(CLI::Range(0, 1 << 20));
   command
       ->add_option(
           "--min-ranks", options->min_ranks,
-          "Start again without the ranks that were lost, on this many at least [on all again]")
+          "Start again without the lost ranks, if at least this many are left [on all again]")
       ->check(CLI::Range(1, 1 << 20));
   // No extra arguments: CLI11 would read "[1,2]" as two values. `main` adds the words.
   command->add_option("program", options->program, "Program and its arguments, after --")

@@ -9,7 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/check.h"
-#include "cli/files.h"
+#include "cli/json_text.h"
 #include "cli/mapped_file.h"
 #include "cli/text/lines.h"
 #include "cli/text/splitter.h"
@@ -111,17 +111,29 @@ class FileTokens {
   }
 
   void add_line(Work& work, std::string_view line) const {
-    std::string text;
-    try {
-      const auto json = nlohmann::json::parse(line);
-      text = json.at(options_.field);
-    } catch (const nlohmann::json::exception& error) {
-      const auto* begin = file_.data();
-      const auto number = 1 + std::count(begin, line.data(), '\n');
+    const auto refuse = [&](const std::string& why) {
+      const auto number = 1 + std::count(file_.data(), line.data(), '\n');
       throw_config_error(
           options_.about, file_.path(), " line ", number, " is not an object with the text \"",
-          options_.field, "\": ", error.what());
+          options_.field, "\": ", why);
+    };
+    nlohmann::json json;
+    try {
+      json = nlohmann::json::parse(line);
+    } catch (const nlohmann::json::exception& error) {
+      refuse(json_problem(error));
     }
+    const bool is_object = json.is_object();
+    if (!is_object || !json.contains(options_.field)) {
+      refuse(
+          is_object ? "it lacks that field; to learn from examples, give \"prompt\" and "
+                      "\"completion\", or \"messages\""
+                    : "it is something else");
+    }
+    if (!json.at(options_.field).is_string()) {
+      refuse("the field is " + std::string(json.at(options_.field).type_name()));
+    }
+    const auto text = json.at(options_.field).get<std::string>();
     begin_document(work);
     append(work, encode(text));
     end_document(work);
@@ -180,14 +192,17 @@ DocumentCounts tokenize_documents(
   return counts;
 }
 
-std::optional<int64_t> end_token(const Tokenizer& tokenizer, const std::string& folder) {
-  const auto text = read_file(folder + "/tokenizer_config.json");
-  const auto json = nlohmann::json::parse(text.value_or("{}"), nullptr, /*allow_exceptions=*/false);
-  auto end = json.is_object() ? json.value("eos_token", nlohmann::json()) : nlohmann::json();
-  if (end.is_object()) {
-    end = end.value("content", nlohmann::json());
+std::optional<std::string> special_text(const std::string& folder, const std::string& name) {
+  auto token = read_object(folder + "/tokenizer_config.json").value(name, nlohmann::json());
+  if (token.is_object()) {
+    token = token.value("content", nlohmann::json());
   }
-  return end.is_string() ? tokenizer.find(end.get<std::string>()) : std::nullopt;
+  return token.is_string() ? std::optional(token.get<std::string>()) : std::nullopt;
+}
+
+std::optional<int64_t> end_token(const Tokenizer& tokenizer, const std::string& folder) {
+  const auto text = special_text(folder, "eos_token");
+  return text ? tokenizer.find(*text) : std::nullopt;
 }
 
 } // namespace fsdp::cli

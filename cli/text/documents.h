@@ -16,7 +16,7 @@ struct DocumentOptions {
   std::string about;
   /// The field of each line of a .jsonl file that holds the text.
   std::string field = "text";
-  /// The token behind each document, if there is one. It is not put behind itself.
+  /// The token after each document, if there is one. It is not put after itself.
   std::optional<int64_t> end;
 };
 
@@ -37,6 +37,9 @@ DocumentCounts tokenize_documents(
     const std::vector<std::string>& paths,
     const DocumentOptions& options,
     const std::function<void(const std::vector<int64_t>& tokens)>& write);
+
+/// The text of a special token, such as "eos_token", as tokenizer_config.json of the folder says.
+std::optional<std::string> special_text(const std::string& folder, const std::string& name);
 
 /// The token that ends a document, as tokenizer_config.json of the folder says. Nothing if it does
 /// not say it.

@@ -20,10 +20,11 @@ struct Example {
 bool holds_examples(const std::string& path);
 
 /// Reads the examples of a .jsonl file, one per line:
-/// - {"prompt": "...", "completion": "..."}: the completion and `end` behind it are learned;
+/// - {"prompt": "...", "completion": "..."}: the completion and `end` after it are learned;
 /// - {"messages": [{"role": "...", "content": "..."}, ...]}: what the role "assistant" says is
 ///   learned, and the token that ends its turn. The form is that of Qwen (ChatML) or of Llama 3,
-///   whichever has its special tokens in the tokenizer. Nothing is added, such as a system prompt.
+///   whichever has its special tokens in the tokenizer, and in the template of its folder if there
+///   is one. Nothing is added, such as a system prompt.
 /// Throws ConfigError that names --data, the file and the line if a line is anything else.
 std::vector<Example> read_examples(
     const Tokenizer& tokenizer, const std::string& path, std::optional<int64_t> end);

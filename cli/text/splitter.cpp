@@ -78,7 +78,7 @@ struct Splitter::Pattern {
       }
       done = range[1];
       at = range[1];
-      if (range[1] == range[0]) { // an empty match: goes on behind the next character
+      if (range[1] == range[0]) { // an empty match: goes on after the next character
         do {
           ++at;
         } while (at < text.size() && (text[at] & 0xc0) == 0x80);

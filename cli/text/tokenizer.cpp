@@ -66,6 +66,10 @@ std::vector<int64_t> Tokenizer::encode(std::string_view text) const {
   return tokens;
 }
 
+const std::string& Tokenizer::folder() const {
+  return parts_->folder;
+}
+
 const std::vector<int64_t>& Tokenizer::prefix() const {
   return parts_->prefix;
 }
@@ -111,8 +115,8 @@ std::vector<std::string_view> Tokenizer::cut(std::string_view text, size_t size)
     if (line_end == std::string_view::npos || line_end + 1 == text.size()) {
       break;
     }
-    const bool behind_word = !is_space(text, line_end - 1);
-    if (!is_space(text, line_end + 1) && (behind_word || !parts_->cuts_behind_words)) {
+    const bool after_word = !is_space(text, line_end - 1);
+    if (!is_space(text, line_end + 1) && (after_word || !parts_->cuts_after_words)) {
       result.push_back(text.substr(0, line_end + 1));
       text.remove_prefix(line_end + 1);
       from = size;

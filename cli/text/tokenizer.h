@@ -25,7 +25,9 @@ class Tokenizer {
   /// The tokens of a text, without those of the template. Throws ConfigError that names the place
   /// of the byte if the text is not UTF-8.
   std::vector<int64_t> encode(std::string_view text) const;
-  /// What the template of the tokenizer puts before and behind a text.
+  /// The folder that it was read from.
+  const std::string& folder() const;
+  /// What the template of the tokenizer puts before and after a text.
   const std::vector<int64_t>& prefix() const;
   const std::vector<int64_t>& suffix() const;
 

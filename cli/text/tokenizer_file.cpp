@@ -7,6 +7,7 @@
 
 #include "cli/check.h"
 #include "cli/files.h"
+#include "cli/json_text.h"
 #include "cli/text/tokenizer_parts.h"
 
 namespace fsdp::cli {
@@ -77,7 +78,7 @@ class Reader {
     parts_.splitter.emplace(patterns_);
     if (patterns_.size() == 1) {
       const auto& pattern = patterns_[0];
-      parts_.cuts_behind_words = pattern == kGpt2;
+      parts_.cuts_after_words = pattern == kGpt2;
       parts_.can_cut = pattern == kGpt2 || pattern == kLlama3 || pattern == kQwen;
     }
     read_model(json_.at("model"));
@@ -118,7 +119,7 @@ class Reader {
   void read_pre_tokenizer(const Json& json) {
     const auto type = json.is_null() ? "null" : type_of(json);
     check_config(
-        num_byte_levels_ == 0, "pre_tokenizer: ", type, " behind ByteLevel is not supported");
+        num_byte_levels_ == 0, "pre_tokenizer: ", type, " after ByteLevel is not supported");
     if (type == "Sequence") {
       for (const auto& inner : json.at("pretokenizers")) {
         read_pre_tokenizer(inner);
@@ -230,15 +231,15 @@ class Reader {
     check_config(
         type == "TemplateProcessing", "post_processor: ", type,
         " is not supported, only TemplateProcessing");
-    bool behind = false;
+    bool after = false;
     for (const auto& piece : json.at("single")) {
       if (piece.contains("Sequence")) {
-        behind = true;
+        after = true;
         continue;
       }
       const auto name = piece.at("SpecialToken").at("id").get<std::string>();
       for (const auto& token : json.at("special_tokens").at(name).at("ids")) {
-        (behind ? parts_.suffix : parts_.prefix).push_back(token);
+        (after ? parts_.suffix : parts_.prefix).push_back(token);
       }
     }
   }
@@ -274,10 +275,11 @@ Tokenizer Tokenizer::read(const std::string& folder) {
   const auto text = read_file(path);
   check_config(text.has_value(), path, " cannot be read: ", std::strerror(errno));
   auto parts = std::make_shared<Parts>();
+  parts->folder = folder;
   try {
     Reader(Json::parse(*text), *parts).read();
   } catch (const Json::exception& error) {
-    throw_config_error(path, " cannot be read: ", error.what());
+    throw_config_error(path, " cannot be read: ", json_problem(error));
   } catch (const ConfigError& error) {
     throw_config_error(path, ": ", error.what_without_backtrace());
   }

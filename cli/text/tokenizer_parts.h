@@ -68,6 +68,7 @@ class AddedTokens {
 
 /// What tokenizer.json says.
 struct Tokenizer::Parts {
+  std::string folder;
   std::vector<std::string> bytes; // of each token; empty: there is no such token
   TokenOf tokens;                 // of the vocabulary
   TokenOf added;                  // by their text
@@ -77,7 +78,7 @@ struct Tokenizer::Parts {
   AddedTokens normalized;         // are found afterwards
   bool composes = false;          // NFC
   bool can_cut = false;           // see Note [Where a text can be cut]
-  bool cuts_behind_words = false; // only there
+  bool cuts_after_words = false;  // only there
   std::optional<Splitter> splitter;
   std::optional<Bpe> bpe;
   std::vector<int64_t> prefix;

@@ -18,6 +18,7 @@
 #include "cli/check.h"
 #include "cli/files.h"
 #include "cli/hash.h"
+#include "cli/json_text.h"
 
 namespace fsdp::cli {
 
@@ -50,7 +51,8 @@ std::vector<std::pair<std::string, double>> weights_in(const std::string& path) 
     json = nlohmann::ordered_json::parse(*text);
   } catch (const nlohmann::json::exception& error) {
     throw_config_error(
-        "--data: ", path, " must hold weights of data sets, but it is not JSON: ", error.what());
+        "--data: ", path,
+        " must hold weights of data sets, but it is not JSON: ", json_problem(error));
   }
   check_config(!json.empty(), "--data: ", path, " names no data set");
   const auto folder = std::filesystem::path(real_path(path)).parent_path();
@@ -291,15 +293,21 @@ std::vector<double> Corpus::frequencies(DataSet::Part part) const {
   for (size_t i = 0; i < sets_.size(); ++i) {
     const auto mine = std::accumulate(counts[i].begin(), counts[i].end(), 0.0);
     result.resize(std::max(result.size(), counts[i].size()));
+    // Of examples, all that was sampled may be given.
+    const auto factor = sets_.size() == 1 || mine == 0 ? 1 : sets_[i].share * all / mine;
     for (size_t token = 0; token < counts[i].size(); ++token) {
-      result[token] +=
-          sets_.size() == 1 ? counts[i][token] : counts[i][token] * sets_[i].share * all / mine;
+      result[token] += counts[i][token] * factor;
     }
   }
   return result;
 }
 
 double Corpus::frequency_loss() const {
+  std::call_once(frequency_loss_->once, [&] { frequency_loss_->value = count_frequency_loss(); });
+  return frequency_loss_->value;
+}
+
+double Corpus::count_frequency_loss() const {
   const auto known = frequencies(Part::train);
   const auto asked = frequencies(Part::held_out);
   const auto sum = [](const auto& counts) {
@@ -313,7 +321,7 @@ double Corpus::frequency_loss() const {
     const auto probability = (count + 1) / (num_known + static_cast<double>(known.size()));
     loss -= asked[token] * std::log(probability);
   }
-  return loss / sum(asked);
+  return loss / std::max(sum(asked), 1.0);
 }
 
 } // namespace fsdp::cli

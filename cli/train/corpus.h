@@ -3,6 +3,8 @@
 #include <torch/types.h>
 
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -107,8 +109,16 @@ class Corpus {
   /// How frequent each token is in a part.
   std::vector<double> frequencies(DataSet::Part part) const;
 
+  double count_frequency_loss() const;
+
   std::vector<Weighted> sets_;
   std::string name_;
+  /// Is counted when it is first asked for: that goes through much of the text.
+  struct FrequencyLoss {
+    std::once_flag once;
+    double value = 0;
+  };
+  std::shared_ptr<FrequencyLoss> frequency_loss_ = std::make_shared<FrequencyLoss>();
 };
 
 } // namespace fsdp::cli

@@ -59,7 +59,7 @@ class DataSet {
   /// Throws ConfigError if there is too little text for rows of `context` tokens.
   void check_context(int64_t context) const;
 
-  /// From now on, what comes behind this token begins another document: it carries `kBegins`, and
+  /// From now on, what comes after this token begins another document: it carries `kBegins`, and
   /// `kIsGiven`, because nothing in its document comes before it. Not for examples.
   void separate_documents(int64_t end) {
     separator_ = end;

@@ -76,7 +76,7 @@ DataSet tokenize_files(
   check_config(
       tokens.documents.end || !tokens.needs_end, "--data: ", name,
       " has documents, and tokenizer_config.json of --from names no eos_token of the tokenizer, "
-      "which belongs behind each; make a file of tokens by fsdp tokenize --end");
+      "which belongs after each; make a file of tokens by fsdp tokenize --end");
   std::vector<int32_t> all;
   tokenize_documents(
       *tokens.tokenizer, files, tokens.documents, [&](const std::vector<int64_t>& more) {

@@ -12,12 +12,12 @@ namespace fsdp::cli {
 /// How data become tokens.
 struct TokensOf {
   int64_t vocab = 256; // tokens must be below it
-  /// How files of tokens without a header store one.
-  TokenType raw = TokenType::uint16;
+  /// How files of tokens without a header store one; see `open_token_files`.
+  std::optional<TokenType> raw = {};
   /// For text. None: each byte is a token.
   std::optional<Tokenizer> tokenizer = {};
   DocumentOptions documents = {}; // of text, with a tokenizer
-  bool needs_end = false;         // a token belongs behind each document
+  bool needs_end = false;         // a token belongs after each document
   int64_t context = 128;          // of the rows into which examples are put
 };
 

@@ -12,7 +12,7 @@ namespace fsdp::cli {
 namespace {
 
 /// TFLOP/s of dense products, from the makers' data sheets: in 16 bits with sums in fp32, and in
-/// fp32. A name that begins as another one comes before it.
+/// fp32. A longer name stands before a shorter one that it contains.
 struct Peak {
   std::string_view name;
   double half;
@@ -20,11 +20,14 @@ struct Peak {
 };
 
 constexpr Peak kPeaks[] = {
-    {"H200 NVL", 835, 60}, {"H200", 989, 67},   {"H100 PCIe", 756, 51}, {"H100 NVL", 835, 60},
-    {"H100", 989, 67},     {"A100", 312, 19.5}, {"L40S", 362, 91.6},
+    {"GB200", 2500, 80},     {"B200", 2250, 75},     {"H200 NVL", 835, 60},
+    {"H200", 989, 67},       {"H100 PCIe", 756, 51}, {"H100 NVL", 835, 60},
+    {"H100", 989, 67},       {"A100", 312, 19.5},    {"A10", 125, 31.2},
+    {"L40S", 362, 91.6},     {"L4", 121, 30.3},      {"RTX A6000", 154.8, 38.7},
+    {"RTX 4090", 165, 82.6},
 };
 
-/// Whether the name contains this word.
+/// Whether the name contains these words.
 bool has_word(const std::string& name, std::string_view word) {
   const auto at = name.find(word);
   const auto end = at + word.size();
@@ -52,8 +55,10 @@ double flops_per_token(const ModelDims& dims, int64_t context) {
 }
 
 std::optional<double> peak_flops(const std::string& gpu, const std::string& dtype) {
+  // Slower variants have the same name with a suffix.
+  const bool is_slower = has_word(gpu, "Laptop") || has_word(gpu, "RTX 4090 D");
   for (const auto& [name, half, single] : kPeaks) {
-    if (has_word(gpu, name)) {
+    if (!is_slower && has_word(gpu, name)) {
       return 1e12 * (dtype == "fp32" ? single : half);
     }
   }

@@ -13,8 +13,8 @@ namespace fsdp::cli {
 /// is computed again does not count.
 double flops_per_token(const ModelDims& dims, int64_t context);
 
-/// The most operations per second that a GPU of this name can make in products of dense matrices of
-/// that dtype. Empty if it is not known.
+/// The most operations per second of a GPU with this name, in products of dense matrices of that
+/// dtype. Empty if it is not known.
 std::optional<double> peak_flops(const std::string& gpu, const std::string& dtype);
 /// A line with the name of the machine's first GPU. Empty if there is none, or its driver does not
 /// tell.

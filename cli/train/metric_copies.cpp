@@ -101,7 +101,7 @@ uint32_t crc32c(const std::string& bytes) {
   return ~crc;
 }
 
-/// As TensorFlow stores it.
+/// A checksum of a record, masked as TensorFlow does it.
 std::string checksum(const std::string& bytes) {
   return fixed_bytes(std::rotr(crc32c(bytes), 15) + 0xa282ead8U);
 }

@@ -19,7 +19,9 @@ nn::Linear linear(int64_t in, int64_t out) {
   return nn::Linear(torch::nn::LinearOptions(in, out).bias(false));
 }
 
-/// Attention with scores that are capped, which no operator of torch does in one.
+constexpr auto kUnseen = -std::numeric_limits<double>::infinity(); // added to a score
+
+/// Attention with capped scores. Torch has no single operator for it.
 torch::Tensor capped_attention(
     const AttentionImpl::Heads& heads,
     const torch::Tensor& mask,
@@ -27,16 +29,14 @@ torch::Tensor capped_attention(
     double scale,
     double cap) {
   const auto& [q, k, v] = heads;
-  const auto shared = q.size(1) / k.size(1); // so many heads have the same keys
+  const auto shared = q.size(1) / k.size(1); // number of heads with the same keys
   const auto keys = k.repeat_interleave(shared, 1);
   const auto values = v.repeat_interleave(shared, 1);
   auto scores = (q.matmul(keys.transpose(2, 3)) * (scale / cap)).tanh() * cap;
-  auto seen = mask;
   if (causal) {
-    seen = torch::ones({q.size(2), k.size(2)}, q.options().dtype(torch::kBool)).tril();
-  }
-  if (seen.defined()) {
-    scores = scores.masked_fill(seen.logical_not(), -std::numeric_limits<double>::infinity());
+    scores = scores + torch::full({q.size(2), k.size(2)}, kUnseen, q.options()).triu_(1);
+  } else if (mask.defined()) {
+    scores = scores + mask;
   }
   return torch::softmax(scores, -1, torch::kFloat).to(q.scalar_type()).matmul(values);
 }
@@ -57,6 +57,10 @@ int64_t default_hidden(int64_t dim) {
 
 int64_t default_kv_heads(int64_t heads) {
   return heads % 2 == 0 ? heads / 2 : heads;
+}
+
+int64_t aligned_mask_row(int64_t time) {
+  return (time + 7) / 8 * 8;
 }
 
 bool is_into_residual(const std::string& name) {
@@ -220,27 +224,35 @@ torch::Tensor TransformerImpl::mask(
   if (!slides && !documents.defined()) {
     return {};
   }
-  const auto position = torch::arange(time, x.options().dtype(torch::kLong));
-  const auto distance = position.unsqueeze(1) - position;
-  auto seen = distance.ge(0);
+  auto seen = torch::ones({time, time}, x.options().dtype(torch::kBool)).tril_();
   if (slides) {
-    seen = seen.logical_and(distance.lt(window));
+    seen.triu_(1 - window);
   }
   if (documents.defined()) {
-    seen = seen.logical_and(documents.unsqueeze(2).eq(documents.unsqueeze(1))).unsqueeze(1);
+    seen = documents.unsqueeze(2).eq(documents.unsqueeze(1)).logical_and_(seen).unsqueeze(1);
   }
-  return seen;
+  auto shape = seen.sizes().vec();
+  shape.back() = aligned_mask_row(time);
+  // A token always sees itself, so softmax never has a row without any score.
+  return torch::zeros(shape, x.options())
+      .narrow(-1, 0, time)
+      .masked_fill_(seen.logical_not_(), kUnseen);
 }
 
 torch::Tensor TransformerImpl::forward(
     const torch::Tensor& tokens, const torch::Tensor& documents) {
   auto x = embed(tokens);
-  const auto turns = rotary(tokens.size(1), x);
-  const auto whole = mask(x, /*window=*/0, documents);
-  const auto sliding = dims.window > 0 ? mask(x, dims.window, documents) : whole;
+  const auto time = tokens.size(1);
+  const auto turns = rotary(time, x);
+  torch::Tensor whole;
+  torch::Tensor sliding;
   for (size_t i = 0; i < layers.size(); ++i) {
-    const bool slides = window_of(i) > 0;
-    x = layers[i](x, slides ? turns.sliding : turns.whole, slides ? sliding : whole);
+    const auto window = window_of(i);
+    auto& shared = window > 0 && window < time ? sliding : whole;
+    if (!shared.defined()) {
+      shared = mask(x, window, documents);
+    }
+    x = layers[i](x, window > 0 ? turns.sliding : turns.whole, shared);
   }
   return scores_of(x);
 }

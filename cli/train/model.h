@@ -25,20 +25,20 @@ struct ModelDims {
   double rotary_base = 10000;
   double norm_eps = 1e-5;
 
-  int64_t head_size = 0;   // of each head, even; 0: dim / heads
-  bool qkv_bias = false;   // of the projections to queries, keys and values
-  bool o_bias = false;     // of the projection back
-  bool mlp_bias = false;   // of the feed-forward part
-  bool qk_norm = false;    // norms of each query and key
-  int64_t window = 0;      // attention reaches this many tokens back, itself included; 0: all
-  int64_t window_from = 0; // only in blocks from this one on
-  int64_t full_every = 0;  // but not in each block whose number is a multiple of this, from 1 on
+  int64_t head_size = 0;         // of each head, even; 0: dim / heads
+  bool qkv_bias = false;         // of the projections to queries, keys and values
+  bool o_bias = false;           // of the projection back
+  bool mlp_bias = false;         // of the feed-forward part
+  bool qk_norm = false;          // norms of each query and key
+  int64_t window = 0;            // attention reaches this many tokens back, itself included; 0: all
+  int64_t window_from = 0;       // only in blocks from this one on
+  int64_t full_every = 0;        // every such block, counted from 1, has no window; 0: none
   double window_rotary_base = 0; // of blocks with a window, which are not scaled then; 0: as others
   std::string rotary_scaling = "none"; // see RotaryScaling
   bool gemma = false;          // GELU, norms that multiply by 1 + weight, and a scaled embedding
   bool sandwich_norms = false; // norms behind attention and feed-forward part, too
-  int64_t attention_size = 0;  // its root divides the scores of attention; 0: the size of a head
-  double attention_cap = 0;    // scores s of attention become cap * tanh(s / cap); 0: they do not
+  int64_t attention_size = 0;  // scores are divided by its square root; 0: the size of a head
+  double attention_cap = 0;    // scores s of attention become cap * tanh(s / cap); 0: no cap
   double score_cap = 0;        // the same for the scores of the next token
   std::string lora = "none";   // see Lora; it trains nothing else then
 
@@ -59,6 +59,9 @@ int64_t default_kv_heads(int64_t heads);
 
 // Modules and parameters have the names that Hugging Face gives them. The constructors do not
 // initialize the weights: call `init_weights` or load a checkpoint.
+
+/// Elements of a row of the mask in memory. CUDA's kernels copy a mask whose rows are not aligned.
+int64_t aligned_mask_row(int64_t time);
 
 /// Whether the name is of a projection back into the residual stream, or of a parameter of one.
 bool is_into_residual(const std::string& name);
@@ -94,19 +97,20 @@ FSDP_MODULE(Projection);
 /// Causal attention with rotary positions. All heads share `kv_heads` heads of keys and values.
 struct AttentionImpl : torch::nn::Module {
   explicit AttentionImpl(const ModelDims& dims);
-  /// x: (batch, time, dim); rotary: (2, time, head_dim / 2), cosines and sines. `mask`, (time,
-  /// time) or (batch, 1, time, time), says which tokens each one sees; undefined: all before it.
+  /// x: (batch, time, dim); rotary: (2, time, head_dim / 2), cosines and sines. `mask` is added to
+  /// the scores; see TransformerImpl::mask.
   torch::Tensor forward(
       const torch::Tensor& x, const torch::Tensor& rotary, const torch::Tensor& mask);
 
-  // What forward consists of, for those who keep keys and values of earlier tokens.
+  // The two parts of forward, for callers that keep keys and values of earlier tokens.
 
   /// Of each head and token: (batch, heads, time, head_dim).
   struct Heads {
     torch::Tensor queries, keys, values;
   };
   Heads project(const torch::Tensor& x, const torch::Tensor& rotary);
-  /// `causal`: a token sees those before it only. Otherwise it sees all, or what `mask` says.
+  /// `causal`: a token sees only those before it, and `mask` must be undefined. Otherwise it sees
+  /// all, or what `mask` says.
   torch::Tensor mix(const Heads& heads, const torch::Tensor& mask, bool causal);
 
   int64_t head_dim;
@@ -131,7 +135,7 @@ struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(const ModelDims& dims);
   torch::Tensor forward(
       const torch::Tensor& x, const torch::Tensor& rotary, const torch::Tensor& mask);
-  /// The same, with `attend(normalized)` in the place of attention.
+  /// The same, with `attend(normalized)` instead of attention.
   template <class Attend>
   torch::Tensor with_attention(const torch::Tensor& x, const Attend& attend) {
     if (pre_feedforward_layernorm.is_empty()) {
@@ -158,12 +162,14 @@ struct TransformerImpl : torch::nn::Module {
   /// so they need not begin again.)
   torch::Tensor forward(const torch::Tensor& tokens, const torch::Tensor& documents = {});
 
-  // What forward consists of, besides the blocks.
+  // The parts of forward besides the blocks.
 
   /// (batch, time, dim)
   torch::Tensor embed(const torch::Tensor& tokens);
-  /// The `mask` of blocks whose attention reaches `window` tokens back; 0: all. Undefined if each
-  /// token sees all before it.
+  /// The mask of blocks whose attention reaches `window` tokens back; 0: all. It is 0 where a token
+  /// sees another one, else minus infinity: (time, time), or (batch, 1, time, time) with documents.
+  /// Undefined if each token sees all before it. All blocks of a kind share one: torch would make
+  /// and keep a copy of a boolean mask for each.
   static torch::Tensor mask(const torch::Tensor& x, int64_t window, const torch::Tensor& documents);
   int64_t window_of(size_t block) const {
     return dims.window_of(static_cast<int64_t>(block));

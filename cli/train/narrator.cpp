@@ -29,7 +29,7 @@ std::string traffic_text(const Plan& plan) {
   return text.empty() ? "nothing to send" : text;
 }
 
-/// Of all parameters together, while they are sharded.
+/// Bytes of the shards of all ranks of a replica together.
 int64_t whole_bytes(const Plan& plan, const TrainConfig& config) {
   const auto bytes_of = [](int64_t numel, const std::string& dtype) {
     return numel * static_cast<int64_t>(c10::elementSize(dtype_of(dtype)));
@@ -47,6 +47,31 @@ Json traffic_json(const Plan& plan) {
   return json;
 }
 
+Json plan_json(
+    const TrainOptions& options,
+    const Plan& plan,
+    const Fit& fit,
+    int64_t shard_bytes,
+    const std::string& backend) {
+  return {
+      {"event", "plan"},
+      {"config", config_json(options)},
+      {"backend", backend},
+      {"ranks", options.identity.config.mesh.value_or(MeshShape{}).ranks()},
+      {"parameters", plan.num_params},
+      {"trained_parameters", plan.num_trained},
+      {"shard_bytes", shard_bytes},
+      {"gathered_bytes", plan.gathered_bytes},
+      {"padding_bytes", plan.padding_bytes},
+      {"state_bytes", plan.state_bytes},
+      {"activation_bytes", plan.activation_bytes},
+      {"peak_bytes", plan.peak_bytes},
+      {"host_bytes", plan.host_bytes},
+      {"fits", fit.fits},
+      {"traffic", traffic_json(plan)},
+      {"groups", groups_json(plan)}};
+}
+
 } // namespace
 
 Narrator::Narrator(const TrainOptions& options, bool prints) : options_(options), prints_(prints) {}
@@ -57,31 +82,19 @@ void Narrator::print(const Json& json) {
 
 void Narrator::plan(
     const Plan& plan, const Fit& fit, int64_t shard_bytes, const std::string& backend) {
+  if (to_programs()) {
+    print(plan_json(options_, plan, fit, shard_bytes, backend));
+  }
+  if (to_people()) {
+    show_plan(plan, fit, shard_bytes, backend);
+  }
+}
+
+void Narrator::show_plan(
+    const Plan& plan, const Fit& fit, int64_t shard_bytes, const std::string& backend) {
   const auto& config = options_.identity.config;
   const auto& dims = config.model;
   const auto mesh = config.mesh.value_or(MeshShape{});
-  if (to_programs()) {
-    print(
-        {{"event", "plan"},
-         {"config", config_json(options_)},
-         {"backend", backend},
-         {"ranks", mesh.ranks()},
-         {"parameters", plan.num_params},
-         {"trained_parameters", plan.num_trained},
-         {"shard_bytes", shard_bytes},
-         {"gathered_bytes", plan.gathered_bytes},
-         {"padding_bytes", plan.padding_bytes},
-         {"state_bytes", plan.state_bytes},
-         {"activation_bytes", plan.activation_bytes},
-         {"peak_bytes", plan.peak_bytes},
-         {"host_bytes", plan.host_bytes},
-         {"fits", fit.fits},
-         {"traffic", traffic_json(plan)},
-         {"groups", groups_json(plan)}});
-  }
-  if (!to_people()) {
-    return;
-  }
   screen_.labelled(
       "model",
       c10::str(

@@ -68,6 +68,8 @@ class Narrator {
            (config.from.empty() || config.model.vocab == 256);
   }
   static void print(const nlohmann::ordered_json& json);
+  /// The lines of `plan` for people.
+  void show_plan(const Plan& plan, const Fit& fit, int64_t shard_bytes, const std::string& backend);
 
   const TrainOptions& options_;
   const bool prints_;

@@ -7,14 +7,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 
 #include "cli/check.h"
 #include "cli/config/hf_config.h"
 #include "cli/config/option_list.h"
 #include "cli/config/presets.h"
 #include "cli/files.h"
-#include "cli/report/report.h"
+#include "cli/train/folder_options.h"
 #include "cli/train/lora.h"
 #include "cli/train/run_lock.h"
 
@@ -32,20 +31,13 @@ const CLI::Validator kNotEmpty(
     },
     "");
 
-/// Calls `visit(name, member)` for each option that config.json holds and checkpoints do not.
-/// --save-every is one, too, but has another type.
-template <class Visit>
-void for_each_folder_option(Visit visit) {
-  visit("reshard-after-forward", [](auto& options) -> auto& { return options.reshard; });
-  visit("device", [](auto& options) -> auto& { return options.device; });
-  visit("token-dtype", [](auto& options) -> auto& { return options.token_dtype; });
-  visit("processes", [](auto& options) -> auto& { return options.processes; });
-  visit("validate-every", [](auto& options) -> auto& { return options.validate_every; });
-  visit("keep", [](auto& options) -> auto& { return options.keep.keep; });
-  visit("keep-every", [](auto& options) -> auto& { return options.keep.keep_every; });
-  visit("peak-tflops", [](auto& options) -> auto& { return options.peak_tflops; });
-  visit("csv", [](auto& options) -> auto& { return options.csv; });
-  visit("tensorboard", [](auto& options) -> auto& { return options.tensorboard; });
+/// Returns a function that adds an option to this group of --help.
+auto adder_to(CLI::App& command, const char* group, bool shows_defaults = false) {
+  command.option_defaults()->group(group);
+  return [&command, shows_defaults](const char* name, auto& value, const std::string& help) {
+    auto* option = command.add_option(name, value, help);
+    return shows_defaults ? option->capture_default_str() : option;
+  };
 }
 
 /// Sizes that are not given become those of --model, see `resolve_defaults`.
@@ -55,10 +47,7 @@ void add_model_options(CLI::App& command, TrainOptions& options) {
   for (const auto& preset : model_presets()) {
     names += (names.empty() ? "" : ", ") + preset.name;
   }
-  command.option_defaults()->group("Model");
-  const auto add = [&](const char* name, auto& value, const std::string& help) {
-    return command.add_option(name, value, help);
-  };
+  const auto add = adder_to(command, "Model");
   add("--model", options.model, "Size of the model: " + names)->capture_default_str();
   add("--dim", dims.dim, "Width of the model");
   add("--layers", dims.layers, "Number of blocks");
@@ -68,7 +57,7 @@ void add_model_options(CLI::App& command, TrainOptions& options) {
   add("--vocab", dims.vocab, "Number of tokens; bytes need 256");
   add("--tied", dims.tied, "Use the embedding's weight for the output, too: true or false");
   add("--rotary-base", dims.rotary_base, "Base of the rotary positions");
-  add("--norm-eps", dims.norm_eps, "Epsilon of the norms");
+  add("--norm-eps", dims.norm_eps, "What norms add to the mean square, so as not to divide by 0");
   add("--from", options.identity.config.from,
       "Hugging Face folder to begin with: its sizes and weights (gemma 1 to 3, llama, mistral, "
       "qwen2, qwen3)");
@@ -80,30 +69,27 @@ void add_model_options(CLI::App& command, TrainOptions& options) {
   add("--qkv-bias", dims.qkv_bias, "Biases for queries, keys and values: true or false");
   add("--o-bias", dims.o_bias, "A bias behind attention: true or false");
   add("--mlp-bias", dims.mlp_bias, "Biases in the feed-forward part: true or false");
-  add("--qk-norm", dims.qk_norm, "Norms of queries and keys: true or false");
-  add("--window", dims.window, "Attention reaches so many tokens back; 0: all");
-  add("--window-from", dims.window_from, "The first block with --window");
-  add("--full-every", dims.full_every, "Each block of this number has no --window; 0: none");
+  add("--qk-norm", dims.qk_norm, "Normalize queries and keys: true or false");
+  add("--window", dims.window, "How many tokens back attention reaches; 0: all");
+  add("--window-from", dims.window_from, "Number of the first block with --window");
+  add("--full-every", dims.full_every, "Every N-th block has no --window; 0: all have it");
   add("--window-rotary-base", dims.window_rotary_base,
       "Base of the rotary positions in blocks with --window; 0: as in the others");
   add("--rotary-scaling", dims.rotary_scaling,
-      "Stretches the positions: none, linear:FACTOR or llama3:FACTOR,LOW,HIGH,ORIGINAL");
+      "Stretch the rotary positions: none, linear:FACTOR or llama3:FACTOR,LOW,HIGH,ORIGINAL");
   add("--gemma", dims.gemma, "GELU, norms by 1 + weight and a scaled embedding: true or false");
   add("--sandwich-norms", dims.sandwich_norms,
-      "Norms behind attention and feed-forward part, too: true or false");
+      "Also norms behind attention and behind the feed-forward part: true or false");
   add("--attention-size", dims.attention_size,
-      "Its root divides the scores of attention; 0: the size of a head");
+      "Divide attention scores by the square root of this; 0: the size of a head");
   add("--attention-cap", dims.attention_cap,
-      "Scores s of attention become CAP * tanh(s / CAP); 0: they do not");
-  add("--score-cap", dims.score_cap, "The same for the scores of the next token");
+      "Attention scores s become CAP * tanh(s / CAP); 0: no cap");
+  add("--score-cap", dims.score_cap, "Cap the scores of the next token in the same way; 0: no cap");
 }
 
 void add_training_options(CLI::App& command, TrainOptions& options) {
   auto& config = options.identity.config;
-  command.option_defaults()->group("Training");
-  const auto add = [&](const char* name, auto& value, const char* help) {
-    return command.add_option(name, value, help)->capture_default_str();
-  };
+  const auto add = adder_to(command, "Training", /*shows_defaults=*/true);
   add("--steps", config.steps, "Number of updates");
   add("--batch", config.batch, "Rows per update, of all ranks together");
   add("--context", config.context, "Tokens per row");
@@ -126,7 +112,7 @@ void add_training_options(CLI::App& command, TrainOptions& options) {
   command.add_option(
       "--min-lr", config.schedule.min_lr, "Learning rate at the end [a tenth of --lr]");
   add("--optimizer", config.optimizer,
-      "muon updates the matrices of the blocks by Muon and the rest by AdamW")
+      "adamw, or muon: matrices of the blocks by Muon, and the rest by AdamW")
       ->check(CLI::IsMember({"adamw", "muon"}));
   add("--weight-decay", config.weight_decay, "Weight decay of matrices");
   command.add_option_function<std::string>(
@@ -141,17 +127,14 @@ void add_training_options(CLI::App& command, TrainOptions& options) {
       "Betas of AdamW [0.9,0.95]");
   add("--clip", config.clip, "Largest norm of the gradients; 0: no clipping");
   add("--accumulate", config.accumulate,
-      "Divide the rows of a rank into so many parts, to save memory");
+      "Number of parts into which a rank divides its rows, to save memory");
   command.add_option(
       "--validate-every", options.validate_every, "Updates between validations [only at the end]");
 }
 
 void add_rank_options(CLI::App& command, TrainOptions& options) {
   auto& config = options.identity.config;
-  command.option_defaults()->group("Ranks and memory");
-  const auto add = [&](const char* name, auto& value, const char* help) {
-    return command.add_option(name, value, help);
-  };
+  const auto add = adder_to(command, "Ranks and memory");
   const CLI::IsMember dtypes({"bf16", "fp16", "fp32"});
   add("--ranks", options.ranks,
       "Number of ranks [one per GPU if there are several, else 4]; a launcher (fsdp run, torchrun, "
@@ -179,7 +162,7 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
   add("--moments", config.moments, "Dtype of AdamW's moments: 8bit, bf16, fp32 [--shard-dtype]")
       ->check(CLI::IsMember({"8bit", "bf16", "fp32"}));
   add("--rounding", config.rounding,
-      "How AdamW rounds; nearest loses small updates, and is there to compare with")
+      "How AdamW rounds; nearest loses small updates, and is for comparison only")
       ->capture_default_str()
       ->check(CLI::IsMember({"stochastic", "nearest"}));
   add("--device", options.device, "auto, cpu or cuda")
@@ -189,10 +172,10 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
       "--processes", options.processes,
       "Run ranks as processes over NCCL or gloo, not as threads [if there are several GPUs]");
   add("--restarts", options.restarts,
-      "Start again when a rank is lost, this often at most; ranks are processes then")
+      "How many times to start again when a rank is lost; ranks are processes then")
       ->check(CLI::Range(0, kMany));
   add("--min-ranks", options.min_ranks,
-      "Start again without the ranks that were lost, on this many at least [on all again]")
+      "Start again without the lost ranks, if at least this many are left [on all again]")
       ->check(CLI::Range(1, kMany));
   command.add_flag("--offload", config.offload, "Keep shards and optimizer in host memory");
   command.add_flag(
@@ -206,24 +189,21 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
 }
 
 void add_file_options(CLI::App& command, TrainOptions& options) {
-  command.option_defaults()->group("Files");
-  const auto add = [&](const char* name, auto& value, const char* help) {
-    return command.add_option(name, value, help);
-  };
+  const auto add = adder_to(command, "Files");
   add("--run", options.run, "Folder of this run [runs/<date and time>]");
   add("--save-every", options.save_every,
       "Updates between checkpoints; 0: save only at the end [a tenth of --steps, at most 1000]");
   add("--keep", options.keep.keep, "How many of the newest checkpoints to keep")
       ->capture_default_str();
-  add("--keep-every", options.keep.keep_every, "Also keep checkpoints of multiples of this step");
+  add("--keep-every", options.keep.keep_every, "Also keep the checkpoint of every N-th step");
   add("--resume", options.resume,
       "Continue a run from its folder, or from one of its checkpoints, on any --mesh; options that "
-      "are not given stay as they were");
+      "are not given keep their values");
   command.add_flag(
       "--go-on", options.go_on, "Continue the run in the folder of --run, if there is one");
   command.add_flag("--no-save", options.no_save, "Write no files");
   add("--peak-tflops", options.peak_tflops,
-      "The most that a device can compute, for the utilisation; 0: as known of the GPU")
+      "Peak TFLOP/s of a device, for the utilisation (MFU); 0: that of the GPU, if it is known")
       ->capture_default_str();
   command.add_flag("--csv", options.csv, "Also write the metrics as a table, metrics.csv");
   command.add_flag(
@@ -436,80 +416,6 @@ void check_contradictions(const TrainOptions& options) {
         " has checkpoints of an earlier run; continue that run with --resume ", options.run,
         ", or use another folder");
   }
-}
-
-nlohmann::ordered_json config_json(const TrainOptions& options) {
-  nlohmann::ordered_json json;
-  const auto& config = options.identity.config;
-  for_each_option([&](const char* name, auto in, bool) {
-    const std::string key = name;
-    if (key != "beta1" && key != "beta2") { // --betas is one option for both
-      json[key] = in(config);
-    }
-  });
-  json["betas"] = {config.beta1, config.beta2};
-  // An empty or negative value stands for a default. Users do not type it, so it is left out.
-  for (const auto* open : {"min-lr", "warmup"}) {
-    if (json[open] == -1) {
-      json.erase(open);
-    }
-  }
-  if (config.reduce_dtype.empty()) {
-    json.erase("reduce-dtype");
-  }
-  if (config.from.empty()) {
-    json.erase("from");
-  }
-  if (!options.identity.data.empty()) {
-    json["data"] = options.identity.data;
-  }
-  json["mesh"] = config.mesh.value_or(MeshShape{}).str();
-  json["save-every"] = options.save_every.value_or(0);
-  for_each_folder_option([&](const char* name, auto in) { json[name] = in(options); });
-  return json;
-}
-
-std::optional<TrainOptions> read_config_json(const std::filesystem::path& run) {
-  const auto path = run / kConfigFile;
-  if (!is_file(path)) {
-    return std::nullopt;
-  }
-  TrainOptions options;
-  auto& config = options.identity.config;
-  try {
-    const auto json = nlohmann::ordered_json::parse(std::ifstream(path));
-    const auto take = [&](const char* name, auto& value) {
-      if (json.contains(name)) { // `config_json` left out values that stand for a default
-        value = json.at(name).get<std::decay_t<decltype(value)>>();
-      }
-    };
-    for_each_option([&](const char* name, auto in, bool) { take(name, in(config)); });
-    config.beta1 = json.at("betas").at(0);
-    config.beta2 = json.at("betas").at(1);
-    take("data", options.identity.data);
-    take("mesh", options.mesh);
-    options.save_every = json.at("save-every").get<int64_t>();
-    for_each_folder_option([&](const char* name, auto in) { take(name, in(options)); });
-  } catch (const nlohmann::json::exception& error) {
-    throw CheckpointError(
-        {__func__, __FILE__, __LINE__},
-        c10::str(
-            path.string(),
-            " is not a file of fsdp train; remove it to continue from the newest checkpoint: ",
-            error.what()));
-  }
-  return options;
-}
-
-SavedRun run_without_checkpoint(const TrainOptions& before, const std::filesystem::path& run) {
-  return {
-      .path = run,
-      .has_checkpoint = false,
-      .is_latest = true,
-      .identity = before.identity,
-      .ranks = parse_mesh(before.mesh, std::nullopt).ranks(),
-      .mesh = before.mesh,
-      .skipped = skipped_checkpoints(checkpoints_of(run.string()), -1)};
 }
 
 } // namespace fsdp::cli

@@ -57,8 +57,7 @@ void add_options(CLI::App& command, TrainOptions& options);
 
 /// Sets what was not given and follows from other options: the sizes of the model from --model or
 /// from other sizes, the learning rate from --optimizer, --moments from --shard-dtype. Throws
-/// ConfigError if there is no such
-/// --model.
+/// ConfigError if there is no such --model.
 void resolve_defaults(TrainOptions& options);
 /// Sets options that checkpoints do not hold. Those that were not given become the ones in the
 /// folder of a resumed run, which `before` holds. Also decides how often to save.

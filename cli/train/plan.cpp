@@ -9,7 +9,7 @@
 #include <fsdp/meta_init.h>
 #include <fsdp/muon.h>
 
-#include "cli/train/lora.h"
+#include "cli/train/plan_activations.h"
 
 namespace fsdp::cli {
 
@@ -19,16 +19,12 @@ int64_t rounded_up(int64_t value, int64_t unit) {
   return (value + unit - 1) / unit * unit;
 }
 
-int64_t bytes_of(const std::string& dtype) {
-  return static_cast<int64_t>(c10::elementSize(dtype_of(dtype)));
-}
-
 int64_t shard_element_bytes(const TrainConfig& config) {
-  return bytes_of(config.shard_dtype);
+  return element_bytes(config.shard_dtype);
 }
 
 int64_t reduce_bytes_of(const TrainConfig& config) {
-  return bytes_of(config.reduce_dtype.empty() ? config.param_dtype : config.reduce_dtype);
+  return element_bytes(config.reduce_dtype.empty() ? config.param_dtype : config.reduce_dtype);
 }
 
 /// Over how many ranks a block is divided between forward and backward; 0 if it stays whole.
@@ -57,14 +53,14 @@ void add_param(
     const at::Tensor& param,
     const MeshShape& mesh,
     const TrainConfig& config) {
-  const auto param_bytes = bytes_of(config.param_dtype);
+  const auto param_bytes = element_bytes(config.param_dtype);
   const auto divided = division_of(name, param);
   const auto rows = param.size(0) / (divided == Divided::rows ? mesh.tensor : 1);
   const auto row = param.numel() / param.size(0) / (divided == Divided::columns ? mesh.tensor : 1);
   const auto padded = rounded_up(rows, mesh.shard);
   const bool is_trained = param.requires_grad();
-  const auto shard_bytes =
-      padded / mesh.shard * row * bytes_of(is_trained ? config.shard_dtype : config.frozen_dtype());
+  const auto& kept_dtype = is_trained ? config.shard_dtype : config.frozen_dtype();
+  const auto shard_bytes = padded / mesh.shard * row * element_bytes(kept_dtype);
   group.numel += param.numel();
   group.shard_bytes += shard_bytes;
   if (is_trained) {
@@ -101,11 +97,6 @@ std::vector<GroupPlan> plan_groups(const TrainConfig& config, const MeshShape& m
   return groups;
 }
 
-/// The number of tokens that a rank computes at once.
-int64_t tokens_of_a_part(const TrainConfig& config, const MeshShape& mesh) {
-  return config.batch / mesh.data_ranks() / config.accumulate * config.context;
-}
-
 /// The all-reduces of tensor parallelism in a step: those of `parallelize` and of
 /// parallel_cross_entropy.
 TrafficPlan plan_tensor_traffic(
@@ -115,7 +106,7 @@ TrafficPlan plan_tensor_traffic(
     return reduces;
   }
   const auto& dims = config.model;
-  const auto tokens = tokens_of_a_part(config, mesh);
+  const auto tokens = tokens_at_once(config, mesh);
   // Forward sums the outputs of attention, feed-forward and embedding. Backward sums the gradients
   // of the inputs of attention, feed-forward and output layer. Recomputing a block repeats only the
   // sum after attention: autograd keeps nothing that comes after the second sum.
@@ -136,7 +127,7 @@ TrafficPlan plan_tensor_traffic(
     replicas += config.has_lora() ? group.replicated_numel : 0;
   }
   const auto elements = activations * tokens * dims.dim + norms * dims.head_dim() + replicas;
-  const auto bytes = elements * bytes_of(config.param_dtype) + scores;
+  const auto bytes = elements * element_bytes(config.param_dtype) + scores;
   reduces.count = config.accumulate * (activations + norms + num_replicas + 2);
   reduces.bytes = config.accumulate * bytes;
   return reduces;
@@ -273,7 +264,7 @@ MomentsPlan plan_moments(const Plan& plan, const TrainConfig& config) {
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   const bool has_scales = dtype == c10::kFloat8_e4m3fn;
   const auto unpacked = has_scales ? 2 * numel : 0;
-  // On a GPU the optimizer works on so many elements of a parameter at once, with ten floats each.
+  // On a GPU the optimizer takes this many elements of a parameter at once, with ten floats each.
   constexpr int64_t kPart = 1 << 22;
   const bool has_parts = config.is_low_precision() && config.device != "cpu" && !config.offload;
   return {
@@ -283,112 +274,10 @@ MomentsPlan plan_moments(const Plan& plan, const TrainConfig& config) {
       .in_step = has_parts ? 40 * std::min(kPart, numel / 2) : 0};
 }
 
-/// Bytes of activations on one rank, of the rows that it computes at once.
-struct Activations {
-  int64_t block = 0;        // what autograd keeps of a block
-  int64_t checkpoint = 0;   // what it keeps of a block that is computed again in backward
-  int64_t matmuls = 0;      // results of a block's matrix products and attention
-  int64_t more_matmuls = 0; // others that autograd itself does not keep
-  int64_t unneeded = 0;     // those among them that backward does not ask for
-  int64_t in_block = 0;     // gradients inside of a block, where they are the most
-  int64_t end = 0;          // what it keeps behind the blocks, but for the scores
-  int64_t scores = 0;       // log-softmax, its gradient, and that of the scores
-};
-
-/// What autograd keeps of the operators of the model, counted by hand.
-Activations plan_activations(const TrainConfig& config, const MeshShape& mesh) {
-  const auto& dims = config.model;
-  const auto bytes = bytes_of(config.param_dtype);
-  const auto tokens = tokens_of_a_part(config, mesh);
-  const bool on_cpu = config.device == "cpu";
-  const auto wide = bytes * dims.dim; // one vector of the residual stream
-  const auto heads = bytes * dims.heads * dims.head_dim() / mesh.tensor;
-  const auto kv_heads = bytes * dims.kv_heads * dims.head_dim() / mesh.tensor;
-  const auto hidden = bytes * dims.hidden / mesh.tensor;
-  // A norm keeps its input, its output, and the factor of each token. On the CPU it is made of
-  // several operators, so it also keeps the output without the weight, if that is trained, and the
-  // input in fp32.
-  const auto norm = 2 * wide + 4 + (on_cpu && !config.has_lora() ? wide : 0) +
-                    (on_cpu && config.param_dtype != "fp32" ? 4 * dims.dim : 0);
-  // Attention keeps rotated queries and keys, values, its output, and the sum of each softmax. On
-  // the CPU the output is copied to bring the heads of a token together.
-  const auto attention =
-      heads + 2 * kv_heads + (on_cpu ? 2 : 1) * heads + 4 * dims.heads / mesh.tensor;
-  // Norms of queries and keys keep their input and the factor of each head. On the CPU they are
-  // made of several operators, too.
-  const auto normed = heads + kv_heads;
-  const auto normed_numel = normed / bytes;
-  const auto qk_norms =
-      !dims.qk_norm
-          ? 0
-          : normed + normed_numel / dims.head_dim() * 4 +
-                (on_cpu ? normed + (config.param_dtype == "fp32" ? 0 : 4 * normed_numel) : 0);
-  // Norms behind attention and feed-forward part keep less: what comes after them only adds.
-  const auto sandwich = dims.sandwich_norms ? 2 * (norm - wide) : 0;
-  // Capped attention keeps the scores of all tokens that a token may see: behind tanh, behind
-  // softmax in fp32, and in the dtype of compute. It repeats keys and values for each head.
-  const auto num_scores = dims.heads / mesh.tensor * config.context;
-  const auto capped = dims.attention_cap == 0
-                          ? 0
-                          : num_scores * (4 + (bytes < 4 ? 2 : 1) * bytes) + 2 * (heads - kv_heads);
-  // LoRA keeps the result of A for each projection, and its products have results of two sizes
-  // more.
-  const auto lora = Lora::parse(dims.lora);
-  int64_t adapters = 0;
-  int64_t adapter_products = 0;
-  for (const auto& [name, width] : std::initializer_list<std::pair<const char*, int64_t>>{
-           {"q_proj", heads},
-           {"k_proj", kv_heads},
-           {"v_proj", kv_heads},
-           {"o_proj", wide},
-           {"gate_proj", hidden},
-           {"up_proj", hidden},
-           {"down_proj", wide}}) {
-    if (lora && lora->trains(name)) {
-      adapters += bytes * lora->rank;
-      adapter_products += width;
-    }
-  }
-  const auto swiglu = 4 * hidden; // gate, its silu, up, and their product
-  // Inside of a block, the gradients are the most where those of its output, of silu and of up are
-  // there. A product of matrices in 16 bits has one copy more on the CPU.
-  return {
-      .block = tokens * (2 * norm + sandwich + qk_norms + attention + capped + adapters + swiglu),
-      .checkpoint = tokens * wide,
-      .matmuls = tokens * (2 * heads + 2 * kv_heads + 4 * dims.heads / mesh.tensor + 2 * hidden +
-                           2 * wide + adapters),
-      .more_matmuls =
-          tokens * ((dims.attention_cap == 0 ? 0 : bytes * num_scores) + adapter_products),
-      .unneeded = tokens * wide, // the last product: autograd saves nothing that comes after it
-      .in_block = tokens * std::max(
-                               wide + (on_cpu && bytes < 4 ? 3 : 2) * hidden,
-                               wide + (dims.attention_cap == 0 ? 0 : 2 * 4 * num_scores - swiglu)),
-      .end = tokens * norm,
-      .scores = tokens * 3 * 4 * dims.vocab / mesh.tensor};
-}
-
-/// What a rank keeps of each block until backward.
-struct KeptOfBlock {
-  KeptOfBlock(const TrainConfig& config, const Activations& act) {
-    if (!config.activation_checkpointing) {
-      bytes = act.block;
-      return;
-    }
-    const auto used =
-        std::min(act.matmuls - act.unneeded, config.kept_matmul_bytes() / config.model.layers);
-    // A budget learns what backward does not ask for; "all" keeps it.
-    bytes = act.checkpoint + used +
-            (config.keep_matmuls == "all" ? act.unneeded + act.more_matmuls : 0);
-    again = act.block - act.checkpoint - used;
-  }
-  int64_t bytes = 0;
-  int64_t again = 0; // what is computed again beside it
-};
-
 /// The bytes of a group's parameters and gradients on one rank, in the forms that they take.
 struct GroupBytes {
   GroupBytes(const GroupPlan& group, const TrainConfig& config, const MeshShape& mesh) {
-    const auto param_bytes = bytes_of(config.param_dtype);
+    const auto param_bytes = element_bytes(config.param_dtype);
     const bool alone = mesh.shard == 1;
     const bool cast = config.param_dtype != config.shard_dtype;
     shard = group.trained_bytes;
@@ -419,25 +308,25 @@ struct GroupBytes {
 
 /// Follows backward from one block to the one before, and returns the most that is held on top of
 /// shards and optimizer. See Note [What a run will take].
-int64_t plan_backward(const Plan& plan, const TrainConfig& config, const MeshShape& mesh) {
+int64_t plan_backward(
+    const Plan& plan, const TrainConfig& config, const MeshShape& mesh, const Activations& act) {
   const auto layers = config.model.layers;
-  const auto act = plan_activations(config, mesh);
   const GroupBytes block(plan.groups.front(), config, mesh);
   const GroupBytes root(plan.groups.back(), config, mesh);
   const auto after_forward = ranks_after_forward(config, mesh);
   const bool keeps = after_forward == 0;
   const bool accumulates = config.accumulate > 1;
-  const auto [kept, again] = KeptOfBlock(config, act);
+  const auto [kept, again] = kept_of_block(config, act);
   const auto grads_of_rows = [&](int64_t rows) { // of a matrix with --dim columns
-    return config.has_lora() ? 0
-                             : rows / mesh.tensor * config.model.dim * bytes_of(config.param_dtype);
+    const auto numel = rows / mesh.tensor * config.model.dim;
+    return config.has_lora() ? 0 : numel * element_bytes(config.param_dtype);
   };
   const auto head_grads = grads_of_rows(config.model.vocab);
   const auto divided = keeps || after_forward == mesh.shard ? 0 : block.whole / after_forward;
 
   // The loss: nothing of backward is there yet.
   auto peak = root.whole + (keeps ? layers * block.whole : layers * divided) + layers * kept +
-              act.end + act.scores + layers * block.accumulated + root.accumulated;
+              act.masks + act.end + act.scores + layers * block.accumulated + root.accumulated;
   for (int64_t done = 0; done < layers; ++done) {
     const auto left = layers - done;
     const bool is_last = left == 1;
@@ -446,7 +335,7 @@ int64_t plan_backward(const Plan& plan, const TrainConfig& config, const MeshSha
     const auto finished = std::max<int64_t>(0, done - 1) * block.shard;
     const auto around = root.whole + (accumulates ? root.accumulated : head_grads) + waiting +
                         (left - (keeps ? 0 : 1)) * divided + finished +
-                        (left - 1) * (kept + block.accumulated);
+                        (left - 1) * (kept + block.accumulated) + act.masks;
     // At its beginning all activations of the block are there, at its end all its gradients.
     const auto begins = block.whole + kept + again + act.in_block + block.accumulated + in_flight +
                         grads_of_rows(config.model.hidden);
@@ -479,9 +368,10 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh, const PlanFor& 
   plan.largest_group =
       std::max(plan.groups.front().gathered_bytes, plan.groups.back().gathered_bytes);
 
-  const auto act = plan_activations(config, mesh);
-  const KeptOfBlock kept(config, act);
-  plan.activation_bytes = act.end + act.scores + config.model.layers * kept.bytes + kept.again;
+  const auto act = plan_activations(config, mesh, what);
+  const auto kept = kept_of_block(config, act);
+  plan.activation_bytes =
+      act.masks + act.end + act.scores + config.model.layers * kept.bytes + kept.again;
   const bool on_cpu = config.device == "cpu";
   const bool state_on_host = config.offload && !on_cpu;
   const MuonPlan muon(plan, config, mesh);
@@ -492,7 +382,7 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh, const PlanFor& 
   const auto staged =
       what.saves ? (plan.trained_bytes + moments.saved_bytes + muon.averages) / mesh.replicate : 0;
   plan.state_bytes = state_on_host ? 0 : state + grads;
-  const auto backward = plan_backward(plan, config, mesh);
+  const auto backward = plan_backward(plan, config, mesh, act);
   // The optimizer's step has all gradients and nothing of backward.
   const auto step = (state_on_host ? 0 : grads) + muon.in_step + moments.in_step;
   const auto save = what.saves && !state_on_host ? moments.unpacked_bytes : 0;

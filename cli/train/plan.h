@@ -39,27 +39,27 @@ struct TrafficPlan {
 
 /// What a plan is for, beside the configuration.
 struct PlanFor {
-  bool saves = false; // on the way, while training goes on
+  bool saves = false;     // on the way, while training goes on
+  bool documents = false; // attention stays within documents or examples
 };
 
 /// Note [What a run will take]
 /// The plan is computed from the sizes of the model, before the model is built. Its peak is what
 /// `memory_stats` counts: the tensors of one rank, on the device where it trains.
-/// - Shards and the optimizer's averages are always there: two of each parameter that is trained,
-/// or
-///   one if Muon updates it. A save that is under way has a copy of them in host memory, with 8-bit
-///   averages in bf16.
+/// - Shards and the optimizer's averages are always there. A parameter that is trained has two
+///   averages, or one if Muon updates it. A save that is under way has a copy of them in host
+///   memory, with 8-bit averages in bf16.
 /// - Activations are what autograd keeps of the operators of each block, counted by hand. With
 ///   activation checkpointing it keeps the input of each block, what --keep-matmuls says, and all
-///   of the block that backward is at.
+///   of the block that backward is at. The masks of windows and documents are there once for
+///   all blocks, until backward is through all of them.
 /// - The loss has the activations of all blocks, and three tensors of scores in fp32.
 /// - Backward goes from the last block to the first. Activations go away, sharded gradients come.
 ///   Meanwhile there are: this block gathered and the next one, the gradients of this block, the
 ///   buffers that reduce those of the block before, and the root's parameters.
 /// - Gradients that are accumulated stay unsharded until the last part reduces them.
-/// - The optimizer's step has the sharded gradients of all blocks. Muon's has matrices on their
-/// way,
-///   and whole ones, too.
+/// - The optimizer's step has the sharded gradients of all blocks. Muon's also has whole matrices,
+///   and parts of others that are being sent.
 /// The peak is that of the moment that has the most. tests/cli/plan_test.cpp measures it.
 struct Plan {
   int64_t num_params = 0;

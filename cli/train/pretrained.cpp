@@ -2,8 +2,10 @@
 
 #include <fsdp/checkpoint_tools.h>
 #include <fsdp/distributed.h>
+#include <fsdp/meta_init.h>
 #include <fsdp/state_dict.h>
 
+#include <algorithm>
 #include <fstream>
 #include <map>
 #include <set>
@@ -13,6 +15,7 @@
 #include "cli/check.h"
 #include "cli/files.h"
 #include "cli/hash.h"
+#include "cli/json_text.h"
 #include "cli/train/lora.h"
 
 namespace fsdp::cli {
@@ -33,27 +36,72 @@ std::set<std::string> files_in_index(const std::string& folder) {
         files.insert(file.get<std::string>());
       }
     } catch (const nlohmann::json::exception& error) {
-      throw_config_error("--from: ", path, " cannot be read: ", error.what());
+      throw_config_error("--from: ", path, " cannot be read: ", json_problem(error));
     }
   }
   return files;
 }
 
-/// Throws ConfigError if the folder has a tensor that is not in `state`. Returns true if it has an
-/// output layer although the model has none of its own.
-bool check_all_used(const StateDict& state, const ModelDims& dims, const std::string& folder) {
-  bool has_head = false;
-  for (const auto& tensor : inspect_checkpoint(folder).tensors) {
-    const auto& name = tensor.name;
-    const bool used = state.contains(name.starts_with("lm_head.") ? "model." + name : name);
-    const bool shared = dims.tied && name == kHead; // some programs write the weight twice
-    has_head |= shared;
-    check_config(
-        used || shared || name.ends_with("rotary_emb.inv_freq"), "--from ", folder,
-        ": the model that config.json describes has no '", name, "', which ",
-        tensor.pieces.front().file, " holds");
+/// The name in a Hugging Face folder of a parameter of Transformer.
+std::string hf_name(const std::string& name) {
+  return name.starts_with("lm_head.") ? name : "model." + name;
+}
+
+/// Whether the folder has an output layer although the model has none of its own: some programs
+/// write a shared weight twice.
+bool has_shared_head(const ModelDims& dims, const CheckpointContents& contents) {
+  return dims.tied && std::any_of(contents.tensors.begin(), contents.tensors.end(), [](auto& each) {
+           return each.name == kHead;
+         });
+}
+
+/// What the safetensors files of a folder hold.
+CheckpointContents contents_of(const std::string& folder) {
+  try {
+    return inspect_checkpoint(folder);
+  } catch (const CheckpointError& error) {
+    throw_config_error(
+        "the weights of ", folder, " cannot be read: ", error.what_without_backtrace());
   }
-  return has_head;
+}
+
+/// See check_weights_fit. Returns what the folder holds.
+CheckpointContents fitting_contents(ModelDims dims, const std::string& folder) {
+  auto contents = contents_of(folder);
+  dims.lora = "none";
+  std::map<std::string, std::vector<int64_t>> wanted; // shapes by name
+  {
+    const MetaInit on_meta;
+    const Transformer model(dims);
+    for (const auto& item : model->named_parameters()) {
+      wanted[hf_name(item.key())] = item.value().sizes().vec();
+    }
+  }
+  constexpr const char* kRemedy = "; take config.json and the weights from the same model";
+  if (has_shared_head(dims, contents)) {
+    wanted[kHead] = {dims.vocab, dims.dim};
+  }
+  for (const auto& tensor : contents.tensors) {
+    const auto& file = tensor.pieces.front().file;
+    const auto found = wanted.find(tensor.name);
+    if (found == wanted.end()) {
+      check_config(
+          tensor.name.ends_with("rotary_emb.inv_freq"), folder,
+          ": the model that config.json describes has no '", tensor.name, "', which ", file,
+          " holds", kRemedy);
+      continue;
+    }
+    check_config(
+        tensor.shape == found->second, folder, ": '", tensor.name, "' has the sizes ",
+        at::IntArrayRef(tensor.shape), " in ", file, ", and the model that config.json describes ",
+        "needs ", at::IntArrayRef(found->second), kRemedy);
+    wanted.erase(found);
+  }
+  check_config(
+      wanted.empty(), folder, ": no safetensors file holds '",
+      wanted.empty() ? "" : wanted.begin()->first, "', which the model that config.json describes ",
+      "needs", kRemedy);
+  return contents;
 }
 
 /// This rank's part of the embedding, after it was read from the tensor with this name.
@@ -94,6 +142,10 @@ void check_weight_files(const std::string& folder) {
           ? "; its weights are in pytorch_model.bin, and save_pretrained of transformers writes "
             "them again as safetensors"
           : "");
+}
+
+void check_weights_fit(const ModelDims& dims, const std::string& folder) {
+  (void)fitting_contents(dims, folder);
 }
 
 std::string weights_fingerprint(const std::string& folder) {
@@ -141,7 +193,7 @@ void load_pretrained(Transformer& model, const std::string& folder) {
       state.insert("model." + name, value);
     }
   }
-  const bool has_head = check_all_used(state, model->dims, folder);
+  const bool has_head = has_shared_head(model->dims, fitting_contents(model->dims, folder));
   const auto head = has_head ? embedding_as(model, kHead, folder) : torch::Tensor();
   // A block at a time: `load` may keep what it has read until it has read all.
   std::map<std::string, StateDict> blocks;

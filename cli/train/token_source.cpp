@@ -27,7 +27,7 @@ struct TokenLayout {
   int64_t count = 0;
 };
 
-/// Throws ConfigError unless the file has all of its tokens and nothing behind them.
+/// Throws ConfigError unless the file has all of its tokens and nothing after them.
 TokenLayout checked(const MappedFile& file, const TokenLayout& layout, const char* says) {
   const auto room = file.size() - layout.offset;
   check_config(
@@ -132,7 +132,36 @@ TokenLayout megatron_layout(const MappedFile& file, const std::string& index_pat
   return checked(file, layout, "its index has");
 }
 
-TokenLayout layout_of(const MappedFile& file, TokenType raw) {
+/// Whether each second number of 16 bits is 0, as in tokens of 32 bits that are below 2^16.
+bool looks_like_uint32(const MappedFile& file) {
+  constexpr int64_t kLeast = 256; // bytes; of fewer, it may be chance
+  constexpr int64_t kMost = 4096 * 2;
+  const auto size = std::min(file.size(), kMost);
+  bool has_tokens = false; // only zeros say nothing
+  for (int64_t at = 2; at < size; at += 4) {
+    if (file.at<uint16_t>(at) != 0) {
+      return false;
+    }
+    has_tokens |= file.at<uint16_t>(at - 2) != 0;
+  }
+  return has_tokens && size >= kLeast && file.size() % 4 == 0;
+}
+
+/// The layout of a .bin file that has nothing but tokens.
+TokenLayout raw_layout(const MappedFile& file, std::optional<TokenType> raw, int64_t vocab) {
+  const auto type =
+      raw.value_or(vocab > (int64_t{1} << 16) ? TokenType::uint32 : TokenType::uint16);
+  check_config(
+      file.size() % bytes_of(type) == 0, "--data: ", file.path(), " has ", file.size(),
+      " bytes, which is no whole number of tokens of ", bytes_of(type), " bytes");
+  check_config(
+      raw || type == TokenType::uint32 || !looks_like_uint32(file), "--data: ", file.path(),
+      " looks like uint32, because each second number of 16 bits is 0; give --token-dtype uint32 "
+      "or uint16");
+  return {.type = type, .count = file.size() / bytes_of(type)};
+}
+
+TokenLayout layout_of(const MappedFile& file, std::optional<TokenType> raw, int64_t vocab) {
   if (file.path().ends_with(".npy")) {
     return npy_layout(file);
   }
@@ -141,21 +170,17 @@ TokenLayout layout_of(const MappedFile& file, TokenType raw) {
     return megatron_layout(file, index);
   }
   const auto mark = file.size() >= kLlmcHeader ? file.at<int32_t>(0) : 0;
-  if (mark == kLlmcGpt2 || mark == kLlmcLlama3) {
-    return llmc_layout(file);
-  }
-  check_config(
-      file.size() % bytes_of(raw) == 0, "--data: ", file.path(), " has ", file.size(),
-      " bytes, which is no whole number of tokens of ", bytes_of(raw), " bytes");
-  return {.type = raw, .count = file.size() / bytes_of(raw)};
+  return mark == kLlmcGpt2 || mark == kLlmcLlama3 ? llmc_layout(file)
+                                                  : raw_layout(file, raw, vocab);
 }
 
 class TokenFiles : public TokenSource {
  public:
-  TokenFiles(const std::vector<std::string>& paths, TokenType raw, int64_t vocab) : vocab_(vocab) {
+  TokenFiles(const std::vector<std::string>& paths, std::optional<TokenType> raw, int64_t vocab)
+      : vocab_(vocab) {
     for (const auto& path : paths) {
       auto file = std::make_shared<MappedFile>(path, "--data: ");
-      const auto layout = layout_of(*file, raw);
+      const auto layout = layout_of(*file, raw, vocab);
       parts_.push_back({std::move(file), layout, size_});
       size_ += layout.count;
     }
@@ -232,9 +257,10 @@ void TextSource::read(int64_t start, int64_t count, int64_t* out) const {
   }
 }
 
-TokenType raw_type(const std::string& name, int64_t vocab) {
-  const bool wide = name == "auto" ? vocab > (1 << 16) : name == "uint32";
-  return wide ? TokenType::uint32 : TokenType::uint16;
+std::optional<TokenType> raw_type(const std::string& name) {
+  return name == "auto"     ? std::nullopt
+         : name == "uint32" ? std::optional(TokenType::uint32)
+                            : std::optional(TokenType::uint16);
 }
 
 bool is_token_file(const std::string& path) {
@@ -242,7 +268,7 @@ bool is_token_file(const std::string& path) {
 }
 
 std::shared_ptr<TokenSource> open_token_files(
-    const std::vector<std::string>& paths, TokenType raw, int64_t vocab) {
+    const std::vector<std::string>& paths, std::optional<TokenType> raw, int64_t vocab) {
   return std::make_shared<TokenFiles>(paths, raw, vocab);
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -54,9 +55,8 @@ class TokenList : public TokenSource {
 /// How a file stores a token.
 enum class TokenType : std::uint8_t { uint8, uint16, uint32, int32, int64 };
 
-/// What --token-dtype means: "uint16", "uint32", or "auto", which is uint32 for a vocabulary that
-/// 16 bits cannot hold.
-TokenType raw_type(const std::string& name, int64_t vocab);
+/// What --token-dtype means: "uint16", "uint32", or "auto" (nothing).
+std::optional<TokenType> raw_type(const std::string& name);
 
 /// Returns true for the name of a file of tokens: .bin or .npy.
 bool is_token_file(const std::string& path);
@@ -66,11 +66,12 @@ bool is_token_file(const std::string& path);
 /// - .bin of llm.c, with a header;
 /// - .bin of Megatron, with an .idx beside it;
 /// - .npy with one axis of integers;
-/// - .bin without any of this, as nanoGPT writes it: `raw` integers.
-/// Throws ConfigError that names --data and the file if a file is none of these or is cut off. A
-/// token that is not below `vocab` throws when it is read; the error names the file, the place and
-/// the token.
+/// - .bin without any of this, as nanoGPT writes it: `raw` integers. Without `raw` they are uint16,
+///   or uint32 for a vocabulary that 16 bits cannot hold.
+/// Throws ConfigError that names --data and the file if a file is none of these or is cut off, or
+/// if it looks like uint32 where `raw` does not say uint16. A token that is not below `vocab`
+/// throws when it is read; the error names the file, the place and the token.
 std::shared_ptr<TokenSource> open_token_files(
-    const std::vector<std::string>& paths, TokenType raw, int64_t vocab);
+    const std::vector<std::string>& paths, std::optional<TokenType> raw, int64_t vocab);
 
 } // namespace fsdp::cli

@@ -183,7 +183,8 @@ int train_rank(
   } else if (saved && saved->has_checkpoint) {
     load_run(*saved, trainer, run);
   }
-  const auto plan = make_plan(config, *config.mesh, {.saves = options.saves_on_the_way()});
+  const auto plan = make_plan(
+      config, *config.mesh, {.saves = options.saves_on_the_way(), .documents = corpus.has_flags()});
   StopSignals::expect_within(0); // from here on, no rank may end alone at once
   folder.begin(plan, trainer.device(), run.step);
   Narrator narrator(options, /*prints=*/get_rank() == 0);
@@ -244,13 +245,20 @@ int64_t document_end(const TrainConfig& config) {
   return token;
 }
 
+/// Throws ConfigError if bytes are the tokens, and the model lacks some of them.
+void check_vocab(const RunIdentity& identity) {
+  const auto vocab = identity.config.model.vocab;
+  check_config(
+      vocab >= 256 || !identity.config.from.empty() || !Corpus::is_text(identity.data), "--vocab ",
+      vocab, ": each of the 256 bytes of a text is a token; use 256 or more, or give files of ",
+      "tokens with --data");
+}
+
 /// Reads --data, or the default text.
 Corpus read_corpus(const TrainOptions& options) {
   const auto& [config, data, fingerprint, weights] = options.identity;
   TokensOf tokens{
-      .vocab = config.model.vocab,
-      .raw = raw_type(options.token_dtype, config.model.vocab),
-      .context = config.context};
+      .vocab = config.model.vocab, .raw = raw_type(options.token_dtype), .context = config.context};
   if (Corpus::is_text(data) && !config.from.empty() && Tokenizer::is_in(config.from)) {
     tokens.tokenizer = Tokenizer::read(config.from);
     tokens.documents = {.about = "--data: ", .end = end_token(*tokens.tokenizer, config.from)};
@@ -284,7 +292,8 @@ int dry_run(TrainOptions& options) {
   const auto model = build_sharded(config, TrainMesh(mesh, c10::kCPU));
   options.quiet = false; // the plan is the result
   Narrator narrator(options, /*prints=*/true);
-  const PlanFor what{.saves = options.saves_on_the_way()};
+  const PlanFor what{
+      .saves = options.saves_on_the_way(), .documents = corpus && corpus->has_flags()};
   const auto fit = judge(config, mesh, what, find_room(config.device, mesh.ranks()));
   narrator.plan(make_plan(config, mesh, what), fit, shard_bytes(model), "no network");
   if (corpus) {
@@ -355,10 +364,15 @@ void resolve_restart(TrainOptions& options) {
     options.force = true;  // what the lost ranks held may not be free yet
   }
   if (options.go_on && options.resume.empty() && is_file(options.run + "/" + kConfigFile)) {
+    const auto before = read_config_json(options.run);
+    auto& from = options.identity.config.from;
+    check_config(
+        from.empty() || !before || real_path(from) == before->identity.config.from, "--from ", from,
+        ": the run in ", options.run, " did not begin with it; leave it out, or use another --run");
     options.resume = options.run;
     options.given.erase("model"); // the run has its sizes
     options.given.erase("from");
-    options.identity.config.from.clear();
+    from.clear();
   }
 }
 
@@ -388,7 +402,9 @@ int train(TrainOptions options) {
   }
   if (needs_pretrained(config, saved)) {
     check_weight_files(config.from);
+    check_weights_fit(config.model, config.from);
   }
+  check_vocab(identity);
   resolve_folder_options(options, before);
   if (options.dry_run) {
     return dry_run(options);
@@ -396,8 +412,9 @@ int train(TrainOptions options) {
   const bool launched = is_launched();
   std::optional<Room> room;
   Fit fit;
+  PlanFor what{.saves = options.saves_on_the_way()};
   const auto check_memory = [&] {
-    fit = judge(config, *config.mesh, {.saves = options.saves_on_the_way()}, *room);
+    fit = judge(config, *config.mesh, what, *room);
     check_fit(fit, options.force);
   };
   if (launched) { // the number of ranks is not known before they meet
@@ -413,6 +430,10 @@ int train(TrainOptions options) {
   }
   const auto corpus = read_corpus(options);
   corpus.check_context(config.context);
+  what.documents = corpus.has_flags();
+  if (what.documents && !launched) { // masks take memory, too
+    check_memory();
+  }
   identity.data = identity.data.empty() ? "" : absolute_path(identity.data);
   identity.fingerprint = corpus.fingerprint();
   if (config.has_lora()) {

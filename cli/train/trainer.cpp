@@ -3,6 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -347,8 +348,10 @@ Trainer::Rows Trainer::rows_of(
 }
 
 torch::Tensor Trainer::shared_loss(const torch::Tensor& part, int64_t num_predicted) {
+  // A batch of padding predicts nothing: its loss is 0, not NaN.
+  const auto tokens = static_cast<double>(std::max<int64_t>(1, num_predicted));
   return loss_sum(model_, part.to(device_), corpus_.has_flags()) *
-         (static_cast<double>(mesh_.shape.data_ranks()) / static_cast<double>(num_predicted));
+         (static_cast<double>(mesh_.shape.data_ranks()) / tokens);
 }
 
 std::vector<double> Trainer::average(const torch::Tensor& values) {

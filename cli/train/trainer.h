@@ -23,7 +23,7 @@ namespace fsdp::cli {
 /// The learning rate of a step. `step` counts from 0.
 double learning_rate(const TrainConfig& config, int64_t step);
 
-/// The device of this rank: "cpu", or of "cuda" the one whose turn it is on this machine.
+/// The device of this rank. With "cuda", the ranks of a machine take turns through its GPUs.
 c10::Device pick_device(const std::string& name);
 
 /// Builds the model on the meta device, divides it over the mesh's tensor axis if there is one, and
@@ -62,9 +62,8 @@ class Trainer {
     return stop_;
   }
 
-  /// The state of what is trained of the model ("model.*"), the optimizer ("optim.*") and, in fp16,
-  /// the scaler
-  /// ("scaler.*"). Tensors that the trainer already has are in it themselves, not as copies.
+  /// The state of the trained parameters ("model.*"), the optimizer ("optim.*") and, in fp16, the
+  /// scaler ("scaler.*"). It shares the trainer's tensors, if these exist already.
   StateDict state_dict();
   /// Sets the state from a result of `state_dict` that `load` has filled.
   void set_state_dict(const StateDict& state);
@@ -92,8 +91,8 @@ class Trainer {
     int64_t num_predicted = 0;
   };
   Rows rows_of(const std::function<torch::Tensor(int64_t first, int64_t count)>& read) const;
-  /// The sum of the losses in a part of this rank's rows, in such a share that the average over
-  /// the ranks of the sum over all parts is the mean over the whole batch.
+  /// The scaled loss of a part of this rank's rows. Summed over the parts and averaged over the
+  /// ranks, it is the batch's mean.
   torch::Tensor shared_loss(const torch::Tensor& part, int64_t num_predicted);
   /// Runs forward and backward on all parts of the rows. Returns the sum of their losses.
   torch::Tensor accumulate(const Rows& rows);

@@ -18,11 +18,14 @@
 #include <fsdp/recompute_scope.h>
 #include <fsdp/recomputed_call.h>
 
+// The public names keep Python's word, "checkpoint". The library itself says "recompute", because a
+// checkpoint is otherwise a model on disk.
+
 namespace fsdp {
 
 namespace detail {
 
-/// A function that backward can call again. `name()` is for messages.
+/// A function that backward can call again. Messages show `name()`.
 template <class F>
 class RepeatableFunction {
  public:
@@ -123,7 +126,7 @@ auto checkpoint(F&& module_or_function, A&&... args) {
       ActivationCheckpointOptions{}, std::forward<F>(module_or_function), std::forward<A>(args)...);
 }
 
-/// From now on every call of the module is checkpointed, as with Python's composable
+/// From now on backward recomputes every call of the module, as with Python's composable
 /// `checkpoint(module)`. May be called before or after fully_shard. Backward runs the module's
 /// own forward again, with its hooks. Throws ValueError if the module is not hooked (see
 /// FSDP_MODULE) or has no forward.

@@ -9,9 +9,9 @@
 
 namespace fsdp {
 
-/// Where a sharded module is in its iteration: Idle -> Forward -> Idle -> PreBackward (a gradient
-/// of an output has arrived) -> PostBackward (the gradients of its inputs are done) -> Idle (the
-/// end of backward).
+/// The phase of its iteration in which a sharded module is: Idle -> Forward -> Idle -> PreBackward
+/// (a gradient of an output has arrived) -> PostBackward (the gradients of its inputs are done) ->
+/// Idle (the end of backward).
 enum class TrainingState : std::uint8_t { Idle, Forward, PreBackward, PostBackward };
 
 /// "IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"

@@ -38,7 +38,7 @@ FSDP_API bool nccl_shares_gpus();
 /// The process group of all ranks. Throws if there is none.
 FSDP_API ProcessGroup default_group();
 
-/// Returns every rank's `mine`, by rank. Collective. With nccl, set the current device before.
+/// Returns the texts of all ranks, by rank. Collective. With nccl, set the current device before.
 FSDP_API std::vector<std::string> gather_texts(const std::string& mine);
 
 struct RunRanksOptions {

@@ -59,8 +59,8 @@ class FSDP_API DTensor {
   DTensor redistribute(std::vector<Placement> placements) const;
 
   /// Wraps a local tensor. Without `sizes`, all ranks are assumed to have parts of the same size.
-  /// With `sizes`, those of the whole tensor, throws ValueError if `local` does not have the
-  /// sizes of this rank's part. Not collective.
+  /// `sizes` are those of the whole tensor: throws ValueError if `local` does not have the sizes of
+  /// this rank's part. Not collective.
   static DTensor from_local(
       at::Tensor local,
       const DeviceMesh& mesh,

@@ -12,7 +12,7 @@
 
 namespace fsdp {
 
-/// What an extension can learn about its parameter.
+/// The properties of a parameter that its extension gets.
 struct AllGatherInfo {
   std::string name;
   DeviceMesh mesh;            // the ranks that the gather covers
@@ -21,8 +21,8 @@ struct AllGatherInfo {
   at::ScalarType param_dtype; // of the gathered parameter
 };
 
-/// What a rank sends for a parameter: any number of tensors of any dtype. Their sizes must be the
-/// same on every rank and in every step.
+/// The tensors that a rank sends for a parameter: any number, of any dtypes. Their sizes must be
+/// the same on every rank and in every step.
 struct AllGatherPayload {
   std::vector<at::Tensor> tensors;
   std::any metadata = {}; // stays on this rank; post_all_gather gets it

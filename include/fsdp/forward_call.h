@@ -1,7 +1,7 @@
 #pragma once
 
-// A call of a module's forward between its hooks. Users write a hooked module (hooked.h) or
-// fsdp::call (call.h), and need nothing of this file.
+// Runs a module's forward between its hooks. Users write a hooked module (hooked.h) or fsdp::call
+// (call.h), and need nothing from this file.
 
 #include <memory>
 #include <string>
@@ -33,9 +33,10 @@ void collect(T& value, std::vector<at::Tensor*>& tensors) {
   visit_tensors(value, [&](at::Tensor& tensor) { tensors.push_back(&tensor); });
 }
 
-/// A call by fsdp::call: with the sharding state. A hooked module's own forward adds its hooks.
+/// A call by fsdp::call. It has the sharding state only: a hooked module's forward adds its hooks.
 FSDP_API CallSite call_site(const torch::nn::Module& module);
-/// A call that recomputes activations: with the module's hooks, and not checkpointed again.
+/// A call by which backward recomputes a forward. It runs the module's hooks, and is not recomputed
+/// again.
 FSDP_API CallSite recomputation_site(const torch::nn::Module& module);
 
 template <class... P, class Body>
@@ -106,9 +107,9 @@ auto run_hooked(const CallSite& site, const Body& body, P&&... args)
   return run_in_scope<P...>(scope, body, static_cast<P&&>(args)...);
 }
 
-/// The same, in a RecomputeScope if the module's calls are checkpointed.
+/// The same, in a RecomputeScope if backward recomputes the module's calls.
 template <class... P, class Body>
-auto run_checkpointed(const CallSite& site, const Body& body, P&&... args)
+auto run_recomputed(const CallSite& site, const Body& body, P&&... args)
     -> Result<std::invoke_result_t<const Body&, P...>> {
   if (site.recompute && RecomputeScope::needed()) {
     const auto& module = *static_cast<const torch::nn::Module*>(site.module);
@@ -135,11 +136,11 @@ auto run_forward(const CallSite& site, const Body& body, P&&... args)
       "fsdp: cannot find the tensors in what forward returns: write FSDP_TREE(Type, members...) "
       "or specialise fsdp::Tree<Type>");
   if (!ForwardScope::needed(site)) {
-    return run_checkpointed<P...>(site, body, static_cast<P&&>(args)...);
+    return run_recomputed<P...>(site, body, static_cast<P&&>(args)...);
   }
   ForwardScope scope(site);
   const auto call = [&](P&&... held) -> R {
-    return run_checkpointed<P...>(site, body, static_cast<P&&>(held)...);
+    return run_recomputed<P...>(site, body, static_cast<P&&>(held)...);
   };
   return run_in_scope<P...>(scope, call, static_cast<P&&>(args)...);
 }

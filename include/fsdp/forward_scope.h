@@ -16,7 +16,7 @@ namespace fsdp::detail {
 class FSDPState;
 
 /// Code that a style of parallelize_module runs around a module's forward. It runs inside the
-/// code of fully_shard and of activation checkpointing.
+/// code of fully_shard and of recomputation.
 struct ForwardHook {
   using Tensors = std::vector<at::Tensor*>;
   using AtOutputs = std::function<void(const Tensors& outputs)>;
@@ -30,7 +30,7 @@ struct ForwardHook {
 };
 
 /// A call of a module: its sharding state (null if it is not sharded), its hooks, and its options
-/// for activation checkpointing, if any.
+/// for recomputation, if backward recomputes it.
 struct CallSite {
   std::shared_ptr<FSDPState> state;
   const void* module;

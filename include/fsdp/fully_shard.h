@@ -55,7 +55,7 @@ struct ReplicateOptions {
   MixedPrecisionPolicy mp_policy = {};
   AnyOffloadPolicy offload_policy = {};
   std::vector<at::Tensor> ignored_params = {};
-  /// As for fully_shard, but only axes of replicas may be named.
+  /// The same option as for fully_shard, but only axes of replicas may be named.
   std::optional<DataParallelMeshDims> dp_mesh_dims = {};
 };
 

@@ -73,7 +73,7 @@ class FSDP_API GradScaler {
 
  private:
   enum class Stage : std::uint8_t { Unscaled, Stepped };
-  /// How far an optimizer is in this iteration. An optimizer without an entry is not unscaled
+  /// The progress of an optimizer in this iteration. An optimizer without an entry is not unscaled
   /// yet.
   struct Progress {
     Stage stage = Stage::Unscaled;

@@ -27,7 +27,7 @@ namespace fsdp {
 
 /// The base class of every hooked module. It holds what fully_shard, parallelize_module and
 /// apply_activation_checkpointing attach to the module. A copy of a sharded module is not
-/// sharded. A copy of a checkpointed module is checkpointed.
+/// sharded. A copy of a module whose calls backward recomputes keeps these options.
 class FSDP_API Hookable {
  public:
   virtual ~Hookable() = default;
@@ -53,7 +53,7 @@ namespace detail {
 
 struct FsdpNothing {};
 
-// Not a member, because a member would be compiled again for every module type.
+// This is not a member, because a member would be compiled again for every module type.
 inline void print_renamed(
     std::ostream& stream,
     const torch::nn::Module& module,
@@ -195,20 +195,23 @@ class FsdpShort<Impl, std::index_sequence<I...>>
  public:
   using FsdpShorter::forward;
   using FsdpShorter::FsdpShorter;
+  // clang-format takes the two overloads for one.
+  // clang-format off
   Result<typename Signature<Impl>::R> forward(Param<Impl, I>... args) &
-      requires(
-          !Signature<Impl>::is_const &&
-          requires(ForwardAccess<Impl>& m) { m.forward(std::declval<Param<Impl, I>>()...); }) {
-        return this->fsdp_run(*this, std::index_sequence<I...>{}, args...);
-      } Result<typename Signature<Impl>::R> forward(Param<Impl, I>... args) const&
-        requires(
-            Signature<Impl>::is_const &&
-            requires(const ForwardAccess<Impl>& m) {
-              m.forward(std::declval<Param<Impl, I>>()...);
-            })
+    requires(
+        !Signature<Impl>::is_const &&
+        requires(ForwardAccess<Impl>& m) { m.forward(std::declval<Param<Impl, I>>()...); })
   {
     return this->fsdp_run(*this, std::index_sequence<I...>{}, args...);
   }
+  Result<typename Signature<Impl>::R> forward(Param<Impl, I>... args) const&
+    requires(
+        Signature<Impl>::is_const &&
+        requires(const ForwardAccess<Impl>& m) { m.forward(std::declval<Param<Impl, I>>()...); })
+  {
+    return this->fsdp_run(*this, std::index_sequence<I...>{}, args...);
+  }
+  // clang-format on
 };
 template <class Impl, int N>
 using ShortOf = FsdpShort<Impl, typename Shorter<N>::type>;

@@ -6,7 +6,7 @@
 
 namespace fsdp {
 
-/// How a process joins the world: see init_process_group.
+/// The options of init_process_group: how a process joins the world.
 struct InitOptions {
   /// "gloo", "nccl", "threads" (ranks are threads of one process) or "fake" (nothing is sent; for
   /// measurements). If empty, nccl if the library was built with it and a GPU is present, else

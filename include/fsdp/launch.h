@@ -44,9 +44,9 @@ struct LaunchOptions {
   int min_ranks = 0;
 };
 
-/// What the launchers of one job share; each machine runs one launcher. It is the store through
-/// which the ranks meet, which outlives every rank, and a way to report failures. `fsdp run` is
-/// such a launcher; you can write your own, for example for a scheduler.
+/// Connects the launchers of one job, of which each machine runs one. They share the store through
+/// which the ranks meet, which outlives every rank, and report failures to each other. `fsdp run`
+/// is such a launcher; you can write your own, for example for a scheduler.
 class FSDP_API LaunchJob {
  public:
   /// Node 0 serves the store, and the other nodes connect to it. Throws ConfigError if the

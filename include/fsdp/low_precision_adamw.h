@@ -17,7 +17,8 @@ struct FSDP_API LowPrecisionAdamWOptions
     : torch::optim::OptimizerCloneableOptions<LowPrecisionAdamWOptions> {
   using Betas = std::tuple<double, double>;
 
-  LowPrecisionAdamWOptions(double lr = 1e-3) : lr_(lr) {} // NOLINT: as for torch's options
+  // NOLINTNEXTLINE(google-explicit-constructor): a number is enough, as for torch's options
+  LowPrecisionAdamWOptions(double lr = 1e-3) : lr_(lr) {}
   TORCH_ARG(double, lr);
   TORCH_ARG(Betas, betas) = { 0.9, 0.999 };
   TORCH_ARG(double, eps) = 1e-8;
@@ -25,7 +26,7 @@ struct FSDP_API LowPrecisionAdamWOptions
   /// How the moments are stored: kBFloat16, kFloat, or kFloat8_e4m3fn, which takes a byte for each
   /// element and a scale for each 256 of them.
   TORCH_ARG(at::ScalarType, moments) = at::kBFloat16;
-  /// Without it, numbers are rounded to the nearest one: small updates are lost.
+  /// Rounds stochastically. If false, rounds to the nearest number, which loses small updates.
   TORCH_ARG(bool, stochastic_rounding) = true;
   /// Runs with other seeds are rounded in other ways.
   TORCH_ARG(int64_t, seed) = 0;
@@ -37,12 +38,13 @@ struct FSDP_API LowPrecisionAdamWOptions
   void set_lr(double lr) override;
 };
 
-/// What is kept for a parameter. The tensors have its sizes, but for the scales of 8-bit moments.
+/// The state of a parameter. Its tensors have the parameter's sizes, except the scales of 8-bit
+/// moments.
 struct FSDP_API LowPrecisionAdamWParamState
     : torch::optim::OptimizerCloneableParamState<LowPrecisionAdamWParamState> {
   TORCH_ARG(int64_t, step) = 0;
   TORCH_ARG(at::Tensor, exp_avg);
-  /// In 8 bits, the square root of the moment.
+  /// With 8-bit moments, this holds the square root of the moment.
   TORCH_ARG(at::Tensor, exp_avg_sq);
   TORCH_ARG(at::Tensor, exp_avg_scale);
   TORCH_ARG(at::Tensor, exp_avg_sq_scale);

@@ -15,16 +15,17 @@ namespace fsdp {
 /// AnyModule.
 class FSDP_API ModuleRef {
  public:
+  // NOLINTBEGIN(google-explicit-constructor): callers pass a module in the form that they have
   template <class Contained>
-  ModuleRef(const torch::nn::ModuleHolder<Contained>& holder) // NOLINT
-      : ModuleRef(holder.ptr()) {}
+  ModuleRef(const torch::nn::ModuleHolder<Contained>& holder) : ModuleRef(holder.ptr()) {}
   template <class M>
     requires std::is_base_of_v<torch::nn::Module, M>
-  ModuleRef(const std::shared_ptr<M>& module) : module_(module.get()) { // NOLINT
+  ModuleRef(const std::shared_ptr<M>& module) : module_(module.get()) {
     TORCH_CHECK_VALUE(module, "[fully_shard] the module is a null pointer");
   }
-  ModuleRef(torch::nn::Module& module) : module_(&module) {}                 // NOLINT
-  ModuleRef(const torch::nn::AnyModule& module) : ModuleRef(module.ptr()) {} // NOLINT
+  ModuleRef(torch::nn::Module& module) : module_(&module) {}
+  ModuleRef(const torch::nn::AnyModule& module) : ModuleRef(module.ptr()) {}
+  // NOLINTEND(google-explicit-constructor)
   ModuleRef(std::nullptr_t) = delete;
 
   torch::nn::Module& operator*() const {

@@ -23,7 +23,8 @@ struct FSDP_API MuonOptions : torch::optim::OptimizerCloneableOptions<MuonOption
   using Coefficients = std::tuple<double, double, double>;
   using Betas = std::tuple<double, double>;
 
-  MuonOptions(double lr = 1e-3) : lr_(lr) {} // NOLINT: a number is enough, as for torch's options
+  // NOLINTNEXTLINE(google-explicit-constructor): a number is enough, as for torch's options
+  MuonOptions(double lr = 1e-3) : lr_(lr) {}
   TORCH_ARG(double, lr);
   TORCH_ARG(double, weight_decay) = 0.1;
   TORCH_ARG(double, momentum) = 0.95;
@@ -56,7 +57,7 @@ struct FSDP_API MuonOptions : torch::optim::OptimizerCloneableOptions<MuonOption
   }
 };
 
-/// What Muon keeps for a parameter: the momentum, or what AdamW keeps.
+/// The state of a parameter: the momentum of Muon, or the step and the moments of AdamW.
 struct FSDP_API MuonParamState : torch::optim::OptimizerCloneableParamState<MuonParamState> {
   TORCH_ARG(at::Tensor, momentum_buffer);
   TORCH_ARG(int64_t, step) = 0;

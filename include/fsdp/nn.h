@@ -33,7 +33,7 @@ namespace fsdp::nn {
 // Brings in the options, functional and init. Also ModuleList, ModuleDict, ParameterList and
 // ParameterDict: these have no forward, so give fully_shard their elements or the module that
 // calls them.
-using namespace torch::nn; // NOLINT
+using namespace torch::nn;
 
 #define FSDP_NN(Name) FSDP_MODULE_IMPL(Name, ::torch::nn::Name##Impl)
 // clang-format off
@@ -116,9 +116,11 @@ class EmbeddingBag : public Holder<torch::nn::EmbeddingBagImpl> {
 // ------------------------------------------------------------ RMSNorm, which LibTorch lacks
 
 struct RMSNormOptions {
-  RMSNormOptions(std::vector<int64_t> normalized_shape) // NOLINT
+  // NOLINTBEGIN(google-explicit-constructor): a shape is enough, as for LayerNormOptions
+  RMSNormOptions(std::vector<int64_t> normalized_shape)
       : normalized_shape_(std::move(normalized_shape)) {}
-  RMSNormOptions(int64_t normalized_size) : normalized_shape_({normalized_size}) {} // NOLINT
+  RMSNormOptions(int64_t normalized_size) : normalized_shape_({normalized_size}) {}
+  // NOLINTEND(google-explicit-constructor)
   TORCH_ARG(std::vector<int64_t>, normalized_shape);
   /// If not set, the machine epsilon of the input's dtype.
   TORCH_ARG(std::optional<double>, eps) = std::nullopt;

@@ -14,7 +14,7 @@ namespace fsdp {
 /// parameter is gathered at the moment or not. For parameters that fully_shard manages or
 /// parallelize_module has divided. Throws ValueError for other tensors.
 FSDP_API DTensor as_dtensor(const at::Tensor& param);
-/// The same for the parameter's gradient. Throws ValueError if there is none.
+/// Does the same for the parameter's gradient. Throws ValueError if there is none.
 FSDP_API DTensor as_dtensor_grad(const at::Tensor& param);
 
 /// Removes a hook. The hook stays if the handle is destroyed.

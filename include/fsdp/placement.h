@@ -22,7 +22,8 @@ struct Replicate {
 struct Shard {
   int64_t dim = 0;
   bool operator==(const Shard&) const = default;
-  operator ShardPlacement() const; // NOLINT, defined in policy.h
+  // NOLINTNEXTLINE(google-explicit-constructor): shard_placement_fn may return a Shard
+  operator ShardPlacement() const; // defined in policy.h
 };
 
 /// Like Shard, but applied after later mesh axes that shard the same dim and have `split_factor`
@@ -41,7 +42,7 @@ struct Partial {
   bool operator==(const Partial&) const = default;
 };
 
-/// How a tensor lies on the ranks of one mesh axis.
+/// The way in which a tensor is distributed over the ranks of one mesh axis.
 using Placement = std::variant<Replicate, Shard, StridedShard, Partial>;
 
 /// "R", "S(0)", "_S(0, 2)", "P(sum)"; a list is written as "(R, S(0))".

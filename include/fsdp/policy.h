@@ -15,19 +15,21 @@
 
 namespace fsdp {
 
-/// What happens to the parameters between forward and backward. True frees them after forward and
-/// gathers them again for backward. False keeps them. A number k keeps them divided over k
-/// neighbouring ranks, which gather among themselves for backward. The default (nullopt) is true,
-/// except for the root: it keeps its parameters, because its backward begins right after its
+/// Chooses what happens to the parameters between forward and backward. True frees them after
+/// forward and gathers them again for backward. False keeps them. A number k keeps them divided
+/// over k neighbouring ranks, which gather among themselves for backward. The default (nullopt) is
+/// true, except for the root: it keeps its parameters, because its backward begins right after its
 /// forward.
 class ReshardAfterForward {
  public:
   ReshardAfterForward() = default;
-  ReshardAfterForward(std::nullopt_t) {} // NOLINT
+  // NOLINTBEGIN(google-explicit-constructor): an option is written as its value
+  ReshardAfterForward(std::nullopt_t) {}
   template <std::integral T>
-  ReshardAfterForward(T value) // NOLINT
+  ReshardAfterForward(T value)
       : kind_(std::same_as<T, bool> ? (value ? Kind::Yes : Kind::No) : Kind::Ranks),
         ranks_(static_cast<int64_t>(value)) {}
+  // NOLINTEND(google-explicit-constructor)
 
   bool is_auto() const {
     return kind_ == Kind::Auto;
@@ -78,8 +80,8 @@ struct DataParallelMeshDims {
   std::vector<std::string> replicate = {};
 };
 
-/// Along which dim to shard a parameter, and over which mesh: by default the mesh of the
-/// fully_shard call. A Shard converts to it.
+/// The dim along which to shard a parameter, and the mesh to shard it over. By default that is the
+/// mesh of the fully_shard call. A Shard converts to a ShardPlacement.
 struct ShardPlacement {
   int64_t dim = 0;
   std::optional<DeviceMesh> mesh = {};

@@ -23,8 +23,8 @@ struct ActivationCheckpointOptions {
   /// forward did, or if a weight was written to in between. Saving fewer tensors is always an
   /// error; without `early_stop`, so is saving more.
   bool determinism_check = true;
-  /// Which results of operators are kept, so that recomputation does not run these operators again.
-  /// None if this is null. See save_matmuls, save_operators and save_within.
+  /// Chooses results of operators to keep, so that recomputation does not run these operators
+  /// again. If this is null, none are kept. See save_matmuls, save_operators and save_within.
   std::shared_ptr<SavePolicy> save;
 };
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// A typed call that backward can make again, for activation checkpointing.
+// A typed call that backward can make again, to recompute activations.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
@@ -25,8 +25,8 @@ namespace fsdp::detail {
 
 // ------------------------------------------------------------ Arguments
 
-// Whether a copy of an argument can stand in for it when backward repeats the call. Not if the
-// type refers to the caller's memory. Not if the type is polymorphic: a copy would lose the
+// Whether a copy of an argument can stand in for it when backward repeats the call. It cannot if
+// the type refers to the caller's memory, or if the type is polymorphic: a copy would lose the
 // derived part.
 template <class T>
 inline constexpr bool is_safe_to_copy =

@@ -12,7 +12,8 @@ class FSDP_API ReduceOp {
  public:
   enum Kind { Sum, Avg, Max, Min, Product, PremulSum };
 
-  ReduceOp(Kind kind = Sum); // NOLINT: implicit, so that ReduceOp::Avg converts
+  // NOLINTNEXTLINE(google-explicit-constructor): ReduceOp::Avg converts
+  ReduceOp(Kind kind = Sum);
 
   /// Multiplies every rank's value by `factor`, then sums. For floating point and complex tensors
   /// only.

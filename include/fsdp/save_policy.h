@@ -1,6 +1,6 @@
 #pragma once
 
-// Selective activation checkpointing: which results of operators a checkpointed call keeps, so
+// Selective activation checkpointing: chooses results of operators that a recomputed call keeps, so
 // that backward does not compute them again. See ActivationCheckpointOptions::save.
 
 #include <ATen/core/ivalue.h>
@@ -16,11 +16,11 @@
 
 namespace fsdp {
 
-/// An operator that has just run in a checkpointed call.
+/// An operator that has just run in a recomputed call.
 struct FSDP_API RanOperator {
   /// For example "aten::mm", without the overload.
   const std::string& name;
-  /// How many calls of this operator came before this one in the checkpointed call.
+  /// How many calls of this operator came before this one in the recomputed call.
   size_t index = 0;
   c10::ArrayRef<c10::IValue> arguments;
   c10::ArrayRef<c10::IValue> results;
@@ -47,9 +47,9 @@ class FSDP_API SavePolicy {
   virtual ~SavePolicy() = default;
   /// Whether to keep the results until backward needs them. Asked once, in forward.
   virtual bool save(const RanOperator& ran) = 0;
-  /// Kept results of this size are gone.
+  /// Called when kept results of this size have been freed.
   virtual void released(int64_t /*bytes*/) {}
-  /// Backward ran an operator again.
+  /// Called when backward has run an operator again.
   virtual void recomputed(const RanOperator& /*ran*/) {}
 };
 

@@ -8,9 +8,9 @@
 
 namespace fsdp {
 
-/// What a sharded module will take: the memory of its parameters, and what a step sends. A step is
-/// one forward and one backward that use every parameter and reduce all gradients. Bytes are those
-/// of one rank. Frozen parameters may be gathered less often.
+/// The memory that a sharded module's parameters will take, and the bytes that a step sends. A step
+/// is one forward and one backward that use every parameter and reduce all gradients. Bytes are
+/// those of one rank. Frozen parameters may be gathered less often.
 struct FSDP_API ShardingPlan {
   /// Parameters that are gathered and reduced together.
   struct Group {

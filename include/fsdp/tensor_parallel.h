@@ -53,7 +53,8 @@ class Layouts {
  public:
   Layouts() = default;
   template <std::convertible_to<Placement> P>
-  Layouts(P placement) : each_{Placement(placement)} {} // NOLINT
+  // NOLINTNEXTLINE(google-explicit-constructor): a single placement is a list of one
+  Layouts(P placement) : each_{Placement(placement)} {}
   Layouts(std::initializer_list<std::optional<Placement>> each) : each_(each) {}
 
   const std::vector<std::optional<Placement>>& each() const {
@@ -105,10 +106,12 @@ class ParallelPlan {
  public:
   using Entry = std::pair<std::string, ParallelStyle>;
 
+  // NOLINTBEGIN(google-explicit-constructor): a style or a list of entries is a plan
   template <std::convertible_to<ParallelStyle> Style>
-  ParallelPlan(Style style) : entries_{{"", ParallelStyle(std::move(style))}} {} // NOLINT
+  ParallelPlan(Style style) : entries_{{"", ParallelStyle(std::move(style))}} {}
   ParallelPlan(std::initializer_list<Entry> entries) : entries_(entries) {}
-  ParallelPlan(std::vector<Entry> entries) : entries_(std::move(entries)) {} // NOLINT
+  ParallelPlan(std::vector<Entry> entries) : entries_(std::move(entries)) {}
+  // NOLINTEND(google-explicit-constructor)
 
   const std::vector<Entry>& entries() const {
     return entries_;

@@ -51,7 +51,8 @@ def load(state_dict: MutableMapping[str, Any], path: Path, *, strict: bool = Tru
     """
     if os.path.exists(os.path.join(path, ".metadata")):
         raise ValueError(
-            f"{os.fspath(path)} was written by torch.distributed.checkpoint: load it with that, then use fsdp_cpp.save"
+            f"{os.fspath(path)} was written by torch.distributed.checkpoint: load it with that, or convert it "
+            "(python -m fsdp_cpp.from_dcp)"
         )
     _fill(state_dict, "", dict(_C.load(_agreed_items(state_dict, path), os.fspath(path), strict, verify)))
 
@@ -96,12 +97,12 @@ def _agreed_items(state_dict: MutableMapping[str, Any], path: Path) -> Items:
         _C.leave_world()
         return _items(state_dict)
     default = dist.distributed_c10d._get_default_group()
-    on_cpu = any(device.type == "cpu" for device in default._device_types)
-    device_type = "cpu" if on_cpu else default._device_types[0].type
-    _C.enter_world(default, dist.distributed_c10d._get_default_store(), device_type)
+    types = [device.type for device in default._device_types]
+    device_type = "cpu" if "cpu" in types or not types else types[0]
     items: Items = []
     error: Exception | None = None
     try:
+        _C.enter_world(default, dist.distributed_c10d._get_default_store(), device_type)
         items = _items(state_dict)
     except Exception as caught:
         error = caught

@@ -104,6 +104,9 @@ def _shard(
         mp_policy,
         auto_reshard=reshard_after_forward is None,
     )
+    if api is fully_shard:
+        for each in managed:  # for Dynamo, as torch does
+            each._is_fsdp_managed_module = each._fsdp_use_orig_params = True  # type: ignore[assignment]
     swap_classes(roots, front)
     return module
 
@@ -120,10 +123,32 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ):
-    """Shards the parameters of a module, or of several modules as one group, over a mesh.
+    """Shards the parameters, gradients and optimizer state of a module over the ranks of a mesh.
 
-    It takes and does what torch.distributed.fsdp.fully_shard takes and does: see there. Call it on
-    the layers first and on the root last.
+    Call it on the layers first and on the root last. Each call makes one group of the parameters that no earlier call
+    has taken. A group is gathered by one collective before its forward and before its backward, freed afterwards, and
+    its gradients are reduced by one collective. Outside of forward and backward the parameters are DTensors. Make the
+    optimizer after the last call.
+
+    Args:
+        module: The module, which is changed in place. For a list of modules, all of them are one group: it is
+            gathered for the first that runs, and freed after the last one.
+        mesh: With one axis, parameters are sharded over it. With two axes, they are replicated over the first one and
+            sharded over the second one. By default it has all ranks on one axis, on the accelerator if there is one.
+        reshard_after_forward: True: parameters are freed after forward, and gathered again for backward. False: they
+            stay whole until backward has used them, which takes memory and saves a gather. None: False for the root,
+            True for others. An int: they stay divided over that many neighbours, which gather them for backward. It
+            has to divide the number of ranks that shard.
+        shard_placement_fn: Gets each parameter and returns a Shard with the dim on which to shard it, a
+            ShardPlacementResult of torch, which also names a mesh, or None for dim 0.
+        mp_policy: The dtypes of parameters in compute, of reductions and of outputs.
+        offload_policy: CPUOffloadPolicy() keeps shards, their gradients and the optimizer state on the host.
+        ignored_params: Parameters that stay as they are: they are not sharded, moved or reduced.
+        dp_mesh_dims: The names of the axes of `mesh` over which to shard and to replicate. Then `mesh` has other axes,
+            too, and all parameters are DTensors on it.
+
+    Returns:
+        `module`, whose class now has FSDPModule in front of it.
     """
     _managed.check_module(module, "fully_shard")
     over = ParamMesh.of(mesh if mesh is not None else _mesh.default_mesh(), dp_mesh_dims)
@@ -152,9 +177,12 @@ def replicate(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ):
-    """Keeps the parameters of a module whole on every rank, and averages their gradients.
+    """Keeps the parameters of a module whole on every rank, and averages their gradients in backward.
 
-    See torch.distributed._composable.replicate_with_fsdp.replicate.
+    Call it on the layers first and on the root last. Each call makes one group of the parameters that no earlier call
+    has taken, and their gradients are reduced by one collective. `mesh` has one axis, by default that of all ranks.
+    The other arguments are those of fully_shard. `dp_mesh_dims` may only name axes over which to replicate. Returns
+    `module`, whose class now has ReplicateModule in front of it.
     """
     if isinstance(module, nn.Module) and _is_of("fully_shard", module):
         raise RuntimeError("Cannot apply `replicate()` on a Module already managed by `fully_shard`")

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from . import _C
-from ._muon import loss_of
-from ._placements import EngineMeshes, local_grad_of, local_of
+from ._optimizers import local_grad_of, loss_of
+from ._placements import EngineMeshes, local_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -38,11 +38,20 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         stochastic_rounding: bool = True,
         seed: int = 0,
     ) -> None:
-        defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "moments": moments,
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
+        }
         self._meshes = EngineMeshes()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters with options of their own. Raises ValueError if an option has an invalid value."""
         group = {**self.defaults, **param_group}
         _options(group)  # checks them
         # A name, so that every kind of checkpoint can hold it.
@@ -55,6 +64,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates this rank's parts of the parameters. Returns the loss of `closure`, if there is one."""
         loss = loss_of(closure)
         options = [_options(group) for group in self.param_groups]
         updates = [(number, param, local_grad_of(param, *number)) for number, param in self._updates()]
@@ -118,7 +128,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
                     yield (number, index), param
 
     def _check(self, number: tuple[int, int], param: torch.Tensor, grad: torch.Tensor) -> None:
-        """Throws ValueError if the parameter cannot be updated."""
+        """Raises ValueError if the parameter cannot be updated."""
         name = f"parameter {number[1]} of group {number[0]}"
         if param.dtype not in (torch.bfloat16, torch.float32) or grad.dtype != param.dtype:
             raise ValueError(
@@ -172,7 +182,7 @@ def _moments_dtype(group: dict[str, Any]) -> torch.dtype:
 
 
 def _options(group: dict[str, Any]) -> _C.LowPrecisionAdamWOptions:
-    """The options of a group, as the engine takes them. Throws ValueError if they cannot be."""
+    """The options of a group, as the engine takes them. Raises ValueError if one has an invalid value."""
     return _C.LowPrecisionAdamWOptions(
         float(group["lr"]),
         tuple(group["betas"]),

@@ -1,4 +1,4 @@
-"""The user's DeviceMesh: what it must be like, and what the engine is told of it."""
+"""Checks the user's DeviceMesh and describes it to the engine."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed._composable import replicate_with_fsdp
 from torch.utils.checkpoint import _StopRecomputationError
 from typing_extensions import deprecated
 
@@ -35,9 +36,11 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     _orig_cls_mro_index: int = 3  # FSDP<Name>, this class, torch's, <Name>
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    # A module may have a __call__ of its own that calls nn.Module's later, as those of transformers do to recompute
+    # activations. So failures of a forward are noticed where nn.Module runs it.
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return super()._call_impl(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
             _forward_failed(self, error)
             raise
@@ -110,6 +113,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     @deprecated("Use `set_gradient_divide_factor` instead")
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of set_gradient_divide_factor."""
         self.set_gradient_divide_factor(factor)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -141,9 +145,11 @@ class FSDPModule(torch_fsdp.FSDPModule):
     # ---- Communication
 
     def set_custom_all_gather(self, comm: Any) -> None:
+        """Gathers the parameters of this module by `comm`, a torch.distributed.fsdp AllGather."""
         self._engine().set_custom_all_gather(comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduces the gradients of this module by `comm`, a torch.distributed.fsdp ReduceScatter."""
         self._engine().set_custom_reduce_scatter(comm)
 
     def set_all_reduce_hook(
@@ -168,10 +174,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
             raise AssertionError(str(error)) from error
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        raise NotImplementedError(
-            "fsdp_cpp has no buffers in symmetric memory yet; "
-            "set_allocate_memory_from_process_group_for_comm takes memory that NCCL has registered"
-        )
+        """Raises NotImplementedError: there are no buffers in symmetric memory yet."""
+        self._engine().set_symm_mem_for_comm(backend)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """The engine always gathers beside compute, so there is nothing to set."""
@@ -188,31 +192,44 @@ class FSDPModule(torch_fsdp.FSDPModule):
         return self._get_fsdp_state().engine
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self.reshard()
+        self._engine().show_shards()  # another module of the group may have moved its parameters already
         # Past torch's FSDPModule, whose own _apply asks for torch's state.
         result = super(torch_fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         self._engine().adopt()
         return result
 
 
-class ReplicateModule(FSDPModule):
+class ReplicateModule(FSDPModule, replicate_with_fsdp.ReplicateModule):
     """A module whose parameters are whole on every rank."""
 
-    _orig_cls_mro_index: int = 4  # Replicate<Name>, this class, FSDPModule, torch's, <Name>
+    _orig_cls_mro_index: int = 5  # Replicate<Name>, this class, FSDPModule, torch's two, <Name>
 
 
 def _refuse_deepcopy(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
 
 
+def _compile(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Compiles the forward of this module in place. See nn.Module.compile."""
+    # Dynamo skips the frame of nn.Module._call_impl, so hooks stay outside of the graph. It would trace the
+    # _call_impl of FSDPModule, and with fullgraph=True it would refuse the hooks.
+    forward = super(torch_fsdp.FSDPModule, self)._call_impl  # type: ignore[misc]
+    self._compiled_call_impl = _noticing_failures(self, torch.compile(forward, *args, **kwargs))
+
+
 @functools.cache
-def _sharded_class(cls: type, front: type) -> type:
+def _sharded_class(cls: type[nn.Module], front: type) -> type:
     prefix = front.__name__.removesuffix("Module")
-    return type(f"{prefix}{cls.__name__}", (front, cls), {"__deepcopy__": _refuse_deepcopy})
+    members: dict[str, Any] = {"__deepcopy__": _refuse_deepcopy}
+    if cls.compile is nn.Module.compile:
+        members["compile"] = _compile
+    return type(f"{prefix}{cls.__name__}", (front, cls), members)
 
 
 def swap_classes(modules: Iterable[nn.Module], front: type) -> None:
     for module in modules:
+        if module._compiled_call_impl is not None:
+            module._compiled_call_impl = _noticing_failures(module, module._compiled_call_impl)
         module.__class__ = _sharded_class(type(module), front)  # type: ignore[arg-type]
 
 
@@ -223,9 +240,23 @@ def _engines_of(modules: Iterable[Any]) -> list[_C.State]:
     return [module._engine() for module in modules]
 
 
-def _forward_failed(module: FSDPModule, error: BaseException) -> None:
+def _forward_failed(module: Any, error: BaseException) -> None:
     stopped = isinstance(error, _StopRecomputationError)
     module._engine().forward_failed(module, stopped)
+
+
+def _noticing_failures(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled forward, which does not pass through FSDPModule._call_impl."""
+
+    @functools.wraps(forward)
+    def noticing(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except BaseException as error:
+            _forward_failed(module, error)
+            raise
+
+    return noticing
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from . import _C
-from ._placements import EngineMeshes, local_grad_of, local_of
+from ._optimizers import local_grad_of, loss_of
+from ._placements import EngineMeshes, local_of
 
 _ADJUST_LR_FNS = (None, "original", "match_rms_adamw")
 
@@ -45,12 +46,27 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
     ) -> None:
-        defaults = {name: value for name, value in locals().items() if name not in ("self", "params", "__class__")}
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype,
+            "blocks": blocks,
+            "adamw": adamw,
+            "betas": betas,
+            "adamw_eps": adamw_eps,
+        }
         self._steps = _C.MatrixSteps()
         self._meshes = EngineMeshes()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters with options of their own. Raises ValueError if an option has an invalid value."""
         group = {**self.defaults, **param_group}
         _options(group)  # checks them
         # A name, so that every kind of checkpoint can hold it.
@@ -73,6 +89,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters. Returns the loss of `closure`, if there is one. All ranks must call it."""
         loss = loss_of(closure)
         matrices = list(self._matrices())
         options = [_options(group) for group in self.param_groups]
@@ -156,20 +173,12 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """Calls the closure of a step with gradients enabled, and returns its loss. None without a closure."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
 def _is_matrix(group: dict[str, Any], param: torch.Tensor) -> bool:
     return not group["adamw"] and param.ndim >= 2
 
 
 def _options(group: dict[str, Any]) -> _C.MuonOptions:
-    """The options of a group, as the engine takes them. Throws ValueError if they cannot be."""
+    """The options of a group, as the engine takes them. Raises ValueError if one has an invalid value."""
     if group["adjust_lr_fn"] not in _ADJUST_LR_FNS:
         raise ValueError(f"adjust_lr_fn is {group['adjust_lr_fn']!r}, not one of {_ADJUST_LR_FNS}")
     dtype = group["ns_dtype"]

@@ -111,19 +111,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def local_grad_of(param: torch.Tensor, group: int, index: int) -> torch.Tensor:
-    """This rank's part of the gradient, which must be placed as the parameter is. The numbers are for a message."""
-    grad = param.grad
-    assert grad is not None
-    if isinstance(param, DTensor) and (not isinstance(grad, DTensor) or grad.placements != param.placements):
-        placements = grad.placements if isinstance(grad, DTensor) else "none"
-        raise ValueError(
-            f"parameter {index} of group {group} has the placements {param.placements}, and its gradient {placements}: "
-            "redistribute the gradient"
-        )
-    return local_of(grad)
-
-
 class EngineMeshes:
     """The meshes that the engine was told of, each once."""
 

@@ -70,11 +70,10 @@ class State(_State):
             param: _extension.stand_in(param, home) if param in opaque else piece_of(param, home) for param in sites
         }
         pieces |= {param: param if _managed[param] is None else _managed[param] for param in shared}
-        self._sites = {
-            (id(module), name): pieces[param]
-            for param, where in (*sites.items(), *shared.items())
-            for module, name in where
-        }
+        self._sites: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = weakref.WeakKeyDictionary()
+        for param, where in (*sites.items(), *shared.items()):
+            for module, name in where:
+                self._sites.setdefault(module, {})[name] = pieces[param]
         at_rest = {
             param: spec_at_rest(sites[param][0][1], param, dim, mesh)
             for mesh, params, _ in groups
@@ -163,14 +162,15 @@ class State(_State):
         nodes = [(name, module, state.engine) for name, module, state in states]
         if not with_tensors:
             return nodes, []
-        wholes: dict[tuple[int, str], nn.Parameter] = {}
+        wholes: dict[nn.Module, dict[str, nn.Parameter]] = {}
         for _, _, state in states:
-            wholes.update(state._sites)
+            for module, sites in state._sites.items():
+                wholes.setdefault(module, {}).update(sites)
         params = [
-            (f"{name}.{site}" if name else site, wholes[id(module), site])
+            (f"{name}.{site}" if name else site, whole)
             for name, module in below
             for site in module._parameters
-            if (id(module), site) in wholes
+            if (whole := wholes.get(module, {}).get(site)) is not None
         ]
         return nodes, params
 

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from ._low_precision import LowPrecisionAdamW
-from ._muon import Muon, loss_of
-from ._placements import local_grad_of, local_of
+from ._muon import Muon
+from ._optimizers import local_grad_of, loss_of
+from ._placements import local_of
 
 __all__ = ["AdamW", "LowPrecisionAdamW", "Muon", "clip_grad_norm_"]
 
@@ -27,6 +28,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates this rank's parts of the parameters. Returns the loss of `closure`, if there is one."""
         loss = loss_of(closure)
         for number, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
@@ -64,6 +66,8 @@ class AdamW(torch.optim.AdamW):
 
 def _total_norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The norm over all elements of these tensors."""
+    # This rank's part of a small parameter may have no elements, of which there is no norm of order inf.
+    grads = [grad if grad.numel() > 0 else grad.new_zeros(1) for grad in grads]
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type)), norm_type)
 
 

@@ -127,6 +127,7 @@ void bind_state(py::module_& m) {
       .def(
           "set_allocate_memory_from_process_group_for_comm",
           setter(&Set::set_allocate_memory_from_process_group_for_comm))
+      .def("set_symm_mem_for_comm", setter(&Set::set_symm_mem_for_comm))
       .def(
           "set_modules_to_forward_prefetch",
           [](const ModuleState& state, const States& modules) {

@@ -37,8 +37,8 @@ at::Tensor local_of(PyObject* dtensor) {
   return THPVariable_Unpack(local.ptr());
 }
 
-/// Returns an alias of `shard` with a storage and an offset of its own. Who copies or saves the
-/// storage of a local tensor, as async_save does, wants this parameter and not its whole group.
+/// Returns an alias of `shard` with a storage and an offset of its own. Otherwise async_save, which
+/// copies a local tensor's storage, would copy the whole group.
 at::Tensor with_own_storage(const at::Tensor& shard) {
   const c10::InferenceMode not_inference(false);
   auto alias = shard.is_meta() || shard.numel() == 0
@@ -93,12 +93,12 @@ PyObject* Site::get() const {
 }
 
 DTensorParam::DTensorParam(
-    std::string name,
+    const std::string& name,
     py::object whole,
     py::object pieces,
     py::object dtensor,
     std::vector<Site> sites)
-    : name_(std::move(name)),
+    : name_(name),
       whole_(std::move(whole)),
       pieces_(pieces.is_none() ? std::nullopt : std::optional<Reference>(std::move(pieces))),
       dtensor_(std::move(dtensor)),
@@ -123,7 +123,13 @@ void DTensorParam::add_grad(const at::Tensor& grad) {
   TORCH_CHECK_VALUE(
       is_dtensor(object.ptr()), "[fully_shard] the .grad of parameter '", name_,
       "' is not a DTensor, so a gradient cannot be added to it; set it to None");
-  local_of(object.ptr()).add_(grad);
+  const auto local = local_of(object.ptr());
+  TORCH_CHECK_VALUE(
+      local.sizes() == grad.sizes(), "[fully_shard] the .grad of parameter '", name_,
+      "' has a local tensor of sizes ", local.sizes(),
+      ", so a gradient of the shard, which has sizes ", grad.sizes(),
+      ", cannot be added to it; set it to None");
+  local.add_(grad);
 }
 
 at::Tensor DTensorParam::leaf(const at::Tensor& whole) {
@@ -220,6 +226,10 @@ at::Tensor DTensorParam::replaced_local() const {
       Py_TYPE(now)->tp_name,
       ", but is a DTensor outside of forward; give it one (distribute_tensor), or replace it "
       "before fully_shard");
+  TORCH_CHECK_VALUE(
+      is_same || THPVariable_Unpack(now).is_leaf(), "[fully_shard] parameter '", name_,
+      "' was replaced by the result of a computation, which would get no gradient (as "
+      "torch.func.functional_call does); detach it, or compute it inside of forward");
   auto local = local_of(now);
   const bool is_attached =
       is_same && tensor().unsafeGetTensorImpl() == impl_ && local.is_same(local_);

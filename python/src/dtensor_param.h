@@ -38,10 +38,11 @@ struct Site {
 
 class DTensorParam : public detail::UserParam {
  public:
+  /// `name` is that of the engine's parameter, which learns its whole name in the first forward.
   /// `pieces` makes the leaf around the engine's tensor `whole`, and divides its gradients. None:
   /// modules see `whole` itself.
   DTensorParam(
-      std::string name,
+      const std::string& name,
       py::object whole,
       py::object pieces,
       py::object dtensor,
@@ -75,7 +76,7 @@ class DTensorParam : public detail::UserParam {
   PyObject* registered() const;
   void put(PyObject* object) const;
 
-  const std::string name_;
+  const std::string& name_; // of the engine's parameter, which owns this
   const Reference whole_;
   const std::optional<Reference> pieces_;
   std::optional<Reference> leaf_;

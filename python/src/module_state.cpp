@@ -1,9 +1,12 @@
 #include "module_state.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include <algorithm>
 #include <utility>
 
 #include "arguments.h"
+#include "base/text.h"
 #include "opaque_param.h"
 
 namespace fsdp::python {
@@ -120,6 +123,10 @@ void ModuleState::bind(
 }
 
 py::object ModuleState::pre_forward(PyObject* module, PyObject* args, PyObject* kwargs) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
+      "[fully_shard] transforms of torch.func (grad, jvp, vmap) cannot go through ",
+      detail::module_text(engine_->name()), "; use autograd");
   const detail::CallSite site{engine_, module};
   if (!detail::ForwardScope::needed(site)) {
     calls_.push_back({module, nullptr});

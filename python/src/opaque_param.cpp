@@ -8,14 +8,14 @@
 namespace fsdp::python {
 
 OpaqueParam::OpaqueParam(
-    std::string name,
+    const std::string& name,
     py::object whole,
     py::object pieces,
     py::object dtensor,
     std::vector<Site> sites,
     py::object extension)
     : DTensorParam(
-          std::move(name),
+          name,
           std::move(whole),
           std::move(pieces),
           std::move(dtensor),

@@ -16,7 +16,7 @@ class OpaqueParam : public DTensorParam, public AllGatherExtension {
  public:
   /// `extension` is an Extension of _extension.py; the others are as in DTensorParam.
   OpaqueParam(
-      std::string name,
+      const std::string& name,
       py::object whole,
       py::object pieces,
       py::object dtensor,

@@ -3,11 +3,18 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <chrono>
+#include <exception>
+#include <future>
 #include <map>
 #include <numeric>
 #include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
 #include <utility>
 
+#include "base/check.h"
 #include "base/text.h"
 #include "process_group/agreement.h"
 #include "process_group/group_state.h"
@@ -19,20 +26,101 @@ namespace {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
+/// The ranks of a group, which tell each other that a collective has failed. A rank that says
+/// nothing is late or gone, or waits still.
+class Failures {
+ public:
+  /// The ranks share `store`, which may be null.
+  Failures(c10::intrusive_ptr<c10d::Store> store, int rank, std::vector<int> world_ranks)
+      : store_(std::move(store)), rank_(rank), world_ranks_(std::move(world_ranks)) {
+    if (store_) {
+      try {
+        store_->deleteKey(key(rank_));  // of an earlier world on the same store
+      } catch (const std::exception&) { // the first collective will say so
+      }
+    }
+  }
+
+  /// Returns a sentence about the ranks that have not failed, or "".
+  std::string report() const {
+    if (!store_) {
+      return "";
+    }
+    // A thread of its own, because a store whose process is stopped never answers.
+    const auto asked = std::make_shared<std::promise<std::string>>();
+    auto answer = asked->get_future();
+    std::thread([self = *this, asked] { asked->set_value(self.ask()); }).detach();
+    return answer.wait_for(std::chrono::seconds(4)) == std::future_status::ready ? answer.get()
+                                                                                 : "";
+  }
+
+ private:
+  std::string ask() const {
+    try {
+      store_->set(key(rank_), std::vector<uint8_t>{1});
+      const auto silent = silent_ranks();
+      return silent.empty()
+                 ? ""
+                 : "rank " + detail::join(silent) + (silent.size() == 1 ? " is" : " are") +
+                       " late or gone, or still waiting; ";
+    } catch (const std::exception&) {
+      return ""; // the store is gone, too
+    }
+  }
+
+  static std::string key(int rank) {
+    return "fsdp_cpp/failed/" + std::to_string(rank);
+  }
+
+  /// The ranks of the world that report nothing within two seconds.
+  std::vector<int> silent_ranks() const {
+    std::vector<int> silent(world_ranks_.size()); // by their ranks in the group
+    std::iota(silent.begin(), silent.end(), 0);
+    constexpr int kAttempts = 40;
+    for (int attempt = 0; attempt < kAttempts; ++attempt) {
+      std::erase_if(silent, [&](int rank) { return store_->check({key(rank)}); });
+      if (silent.empty()) {
+        break;
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    }
+    std::transform(
+        silent.begin(), silent.end(), silent.begin(), [&](int rank) { return world_ranks_[rank]; });
+    return silent;
+  }
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_;
+  const std::vector<int> world_ranks_;
+};
+
 /// Waits without Python's lock, which another rank may need to get here.
 class UnlockedWork : public c10d::Work {
  public:
-  explicit UnlockedWork(WorkPtr work, std::optional<Reference> object = {})
-      : work_(std::move(work)), object_(std::move(object)) {}
+  /// `object` is that of a work that is written in Python.
+  explicit UnlockedWork(
+      WorkPtr work,
+      std::optional<Reference> object = {},
+      std::shared_ptr<const Failures> failures = nullptr)
+      : work_(std::move(work)), object_(std::move(object)), failures_(std::move(failures)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
     const Unlocked unlocked;
-    return work_->wait(timeout);
+    if (!failures_) {
+      return work_->wait(timeout);
+    }
+    try {
+      return work_->wait(timeout);
+    } catch (...) {
+      const auto reason = detail::current_exception_text();
+      throw std::runtime_error(failures_->report() + reason);
+    }
   }
 
  private:
   const WorkPtr work_;
-  const std::optional<Reference> object_; // of a work that is written in Python
+  const std::optional<Reference> object_;
+  const std::shared_ptr<const Failures> failures_;
 };
 
 /// Passes calls on to a group of Python.
@@ -52,13 +140,13 @@ class GivenBackend : public c10d::Backend {
 /// Calls a function of a backend without Python's lock. A thread of gloo may need the lock to drop
 /// tensors, while it holds a lock that the call needs.
 template <class Call>
-WorkPtr issue_unlocked(const Call& call) {
+WorkPtr issue_unlocked(const Call& call, std::shared_ptr<const Failures> failures = nullptr) {
   const Unlocked unlocked;
   auto work = call();
   if (!work) {
     return work;
   }
-  return c10::make_intrusive<UnlockedWork>(std::move(work));
+  return c10::make_intrusive<UnlockedWork>(std::move(work), std::nullopt, std::move(failures));
 }
 
 /// Passes comparisons of calls to the backend below a group of Python.
@@ -79,8 +167,13 @@ class BackendBelow : public c10d::Backend {
 /// The usual group, whose backends are written in C++.
 class NativeBackend : public GivenBackend {
  public:
-  NativeBackend(const GivenGroup& group, c10::intrusive_ptr<c10d::Backend> own)
-      : GivenBackend(group), own_(std::move(own)) {}
+  NativeBackend(
+      const GivenGroup& group,
+      c10::intrusive_ptr<c10d::Backend> own,
+      const std::vector<int>& world_ranks)
+      : GivenBackend(group),
+        own_(std::move(own)),
+        failures_(std::make_shared<Failures>(group->getStore(), group->getRank(), world_ranks)) {}
 
   /// The backend for tensors of the device.
   const c10::intrusive_ptr<c10d::Backend>& own() const {
@@ -92,26 +185,25 @@ class NativeBackend : public GivenBackend {
 
   WorkPtr _allgather_base(
       at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override {
-    return issue_unlocked([&] { return group_->_allgather_base(out, in, options); });
+    return issue([&] { return group_->_allgather_base(out, in, options); });
   }
   WorkPtr allgather_into_tensor_coalesced(
       std::vector<at::Tensor>& outs,
       std::vector<at::Tensor>& ins,
       const c10d::AllgatherOptions& options) override {
-    return issue_unlocked(
-        [&] { return group_->allgather_into_tensor_coalesced(outs, ins, options); });
+    return issue([&] { return group_->allgather_into_tensor_coalesced(outs, ins, options); });
   }
   WorkPtr _reduce_scatter_base(
       at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) override {
-    return issue_unlocked([&] { return group_->_reduce_scatter_base(out, in, options); });
+    return issue([&] { return group_->_reduce_scatter_base(out, in, options); });
   }
   WorkPtr allreduce(
       std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
-    return issue_unlocked([&] { return group_->allreduce(tensors, options); });
+    return issue([&] { return group_->allreduce(tensors, options); });
   }
   WorkPtr broadcast(
       std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override {
-    return issue_unlocked([&] { return group_->broadcast(tensors, options); });
+    return issue([&] { return group_->broadcast(tensors, options); });
   }
   WorkPtr alltoall_base(
       at::Tensor& out,
@@ -119,11 +211,10 @@ class NativeBackend : public GivenBackend {
       std::vector<int64_t>& out_splits,
       std::vector<int64_t>& in_splits,
       const c10d::AllToAllOptions& options) override {
-    return issue_unlocked(
-        [&] { return group_->alltoall_base(out, in, out_splits, in_splits, options); });
+    return issue([&] { return group_->alltoall_base(out, in, out_splits, in_splits, options); });
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    return issue_unlocked([&] { return group_->barrier(options); });
+    return issue([&] { return group_->barrier(options); });
   }
 
   bool supportsTensorAlloc(c10::DeviceIndex device) override {
@@ -134,7 +225,13 @@ class NativeBackend : public GivenBackend {
   }
 
  private:
+  template <class Call>
+  WorkPtr issue(const Call& call) const {
+    return issue_unlocked(call, failures_);
+  }
+
   const c10::intrusive_ptr<c10d::Backend> own_;
+  const std::shared_ptr<const Failures> failures_;
 };
 
 /// A group that is written in Python, which only the functions of torch.distributed know to call.
@@ -149,24 +246,26 @@ class PythonBackend : public GivenBackend {
   WorkPtr _allgather_base(
       at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& /*options*/) override {
     const Locked locked;
-    return call({"all_gather_single", "all_gather_into_tensor"}, out, in);
+    static constinit Function function{"all_gather_single", "all_gather_into_tensor"};
+    return call(function, out, in);
   }
   WorkPtr _reduce_scatter_base(
       at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) override {
     const Locked locked;
-    return call(
-        {"reduce_scatter_single", "reduce_scatter_tensor"}, out, in,
-        py::arg("op") = options.reduceOp);
+    static constinit Function function{"reduce_scatter_single", "reduce_scatter_tensor"};
+    return call(function, out, in, py::arg("op") = options.reduceOp);
   }
   WorkPtr allreduce(
       std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
     const Locked locked;
-    return call({"all_reduce"}, tensors.at(0), py::arg("op") = options.reduceOp);
+    static constinit Function function{"all_reduce"};
+    return call(function, tensors.at(0), py::arg("op") = options.reduceOp);
   }
   WorkPtr broadcast(
       std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override {
     const Locked locked;
-    return call({"broadcast"}, tensors.at(0), py::arg("group_src") = options.rootRank);
+    static constinit Function function{"broadcast"};
+    return call(function, tensors.at(0), py::arg("group_src") = options.rootRank);
   }
   WorkPtr alltoall_base(
       at::Tensor& out,
@@ -175,18 +274,27 @@ class PythonBackend : public GivenBackend {
       std::vector<int64_t>& in_splits,
       const c10d::AllToAllOptions& /*options*/) override {
     const Locked locked;
-    return call({"all_to_all_single"}, out, in, out_splits, in_splits);
+    static constinit Function function{"all_to_all_single"};
+    return call(function, out, in, out_splits, in_splits);
   }
 
  private:
-  /// `names` are those of the function, the newest first: torch 2.13 has renamed some. Needs
-  /// Python's lock.
+  /// A function of torch.distributed. torch 2.13 has new names for some.
+  struct Function {
+    const char* name;
+    const char* older_name = nullptr;
+    const char* found = nullptr; // the one that this torch has
+  };
+
+  /// Needs Python's lock.
   template <class... Args>
-  WorkPtr call(std::initializer_list<const char*> names, Args&&... args) const {
+  WorkPtr call(Function& function, Args&&... args) const {
     const auto module = py::module_::import("torch.distributed");
-    const auto* name = std::find_if(
-        names.begin(), names.end(), [&](const char* each) { return py::hasattr(module, each); });
-    const auto work = module.attr(*name)(
+    if (!function.found) {
+      const bool is_new = !function.older_name || py::hasattr(module, function.name);
+      function.found = is_new ? function.name : function.older_name;
+    }
+    const auto work = module.attr(function.found)(
         std::forward<Args>(args)..., py::arg("group") = group_, py::arg("async_op") = true);
     if (work.is_none()) {
       return {};
@@ -195,14 +303,15 @@ class PythonBackend : public GivenBackend {
   }
 };
 
-c10::intrusive_ptr<c10d::Backend> backend_of(const GivenGroup& group, c10::DeviceType device_type) {
+c10::intrusive_ptr<c10d::Backend> backend_of(
+    const GivenGroup& group, const std::vector<int>& world_ranks, c10::DeviceType device_type) {
   c10::intrusive_ptr<c10d::Backend> own;
   try {
     own = group->getBackend(device_type);
   } catch (const c10::Error&) {
     return c10::make_intrusive<PythonBackend>(group);
   }
-  return c10::make_intrusive<NativeBackend>(group, std::move(own));
+  return c10::make_intrusive<NativeBackend>(group, std::move(own), world_ranks);
 }
 
 /// Lives as long as the process, because nobody may drop it after the interpreter has ended.
@@ -243,7 +352,7 @@ class GivenFactory : public detail::BackendFactory {
       const std::string& /*name*/, const std::vector<int>& world_ranks, int /*rank*/) override {
     const Locked locked;
     const auto group = new_group()->handle()(world_ranks).cast<GivenGroup>();
-    return backend_of(group, device_type_);
+    return backend_of(group, world_ranks, device_type_);
   }
   void choose_comparison(detail::GroupState& group) const override {
     compare_calls_of(group);
@@ -262,19 +371,25 @@ struct World {
   std::map<std::pair<c10d::ProcessGroup*, c10::DeviceType>, std::shared_ptr<detail::GroupState>>
       groups;
   std::shared_ptr<detail::RankContext> context; // once somebody has entered it
+  std::thread::id entered_by;
 };
+
+/// By their default groups.
+std::map<c10d::ProcessGroup*, World>& worlds() {
+  static auto* all = new std::map<c10d::ProcessGroup*, World>();
+  return *all;
+}
 
 /// Needs Python's lock.
 World& world_of(const GivenGroup& group, c10::DeviceType device_type) {
-  static auto* worlds = new std::map<c10d::ProcessGroup*, World>();
-  const auto [found, is_new] = worlds->try_emplace(group.get());
+  const auto [found, is_new] = worlds().try_emplace(group.get());
   if (is_new) {
     found->second.factory = std::make_shared<GivenFactory>(group, device_type);
     const auto forget = [key = group.get()](py::handle reference) {
-      if (worlds->at(key).context) {
+      if (worlds().at(key).context) {
         detail::set_process_context(nullptr);
       }
-      worlds->erase(key);
+      worlds().erase(key);
       reference.dec_ref();
     };
     py::weakref(py::cast(group), py::cpp_function(forget)).release();
@@ -293,7 +408,7 @@ ProcessGroup group_of(
   auto& state = known.groups[{group.get(), device_type}];
   if (!state) {
     state = std::make_shared<detail::GroupState>();
-    state->backend = backend_of(group, device_type);
+    state->backend = backend_of(group, world_ranks, device_type);
     state->name = detail::join(world_ranks, "-");
     state->world_ranks = world_ranks;
     state->factory = known.factory;
@@ -316,6 +431,16 @@ void enter_world(
     known.context->factory = known.factory;
     known.context->world = group_of(world, ranks, world, type);
   }
+  // A world that nobody has destroyed yet may be an older one of this rank.
+  for (const auto& [key, other] : worlds()) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !other.context || other.context->world.rank() == world->getRank() ||
+            other.entered_by == std::this_thread::get_id(),
+        "[checkpoint] rank ", world->getRank(), " and rank ", other.context->world.rank(),
+        " are threads of one process; fsdp_cpp.save, async_save and load need a process for each "
+        "rank, torch.distributed.checkpoint does not");
+  }
+  known.entered_by = std::this_thread::get_id();
   detail::set_process_context(known.context);
 }
 

@@ -22,12 +22,12 @@ std::string join(const Range& items, std::string_view separator = ", ") {
   return out.str();
 }
 
-/// What messages call the module of this name, for example "module 'layers.0'".
+/// Returns the text by which messages name a module, for example "module 'layers.0'".
 inline std::string module_text(const std::string& name) {
   return name.empty() ? "the root module" : "module '" + name + "'";
 }
 
-/// The parts of `text` between separators; empty parts are kept.
+/// Returns the parts of `text` between separators. Keeps empty parts.
 std::vector<std::string> split(std::string_view text, char separator);
 
 /// Parses all of `text` as a whole number. Throws ConfigError if it is none; `what` names the value

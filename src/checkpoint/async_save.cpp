@@ -34,14 +34,14 @@ void use_huge_pages(void* data, size_t bytes) {
 }
 
 /// Copies without filling the caches, which hold what training needs next. A core that reads one
-/// place after the other waits for memory most of the time. Reading six places in turn, with
+/// line after the other waits for memory most of the time. Reading six streams in turn, with
 /// prefetches, takes half of memcpy's time. `to` must be aligned to 16 bytes.
 void copy_past_caches(char* to, const char* from, size_t bytes) {
   size_t done = 0;
 #if defined(__SSE2__)
-  constexpr size_t kPlaces = 6, kLine = 64, kAhead = 1024;
-  const size_t length = bytes / (kPlaces * kLine) * kLine; // bytes from each place
-  done = kPlaces * length;
+  constexpr size_t kStreams = 6, kLine = 64, kAhead = 1024;
+  const size_t length = bytes / (kStreams * kLine) * kLine; // bytes of each stream
+  done = kStreams * length;
   for (size_t line = 0; line < length; line += kLine) {
     for (size_t at = line; at < done; at += length) {
       _mm_prefetch(from + at + kAhead, _MM_HINT_T0); // only a hint, so it may be past the end
@@ -60,9 +60,9 @@ void copy_past_caches(char* to, const char* from, size_t bytes) {
   std::memcpy(to + done, from + done, bytes - done);
 }
 
-/// Lowers the calling thread's priority, to about a tenth of a core if all cores are wanted. Not
-/// lower: a thread that waits for it cannot raise the priority again, and other programs may keep
-/// the cores busy.
+/// Lowers the calling thread's priority, to about a tenth of a core if all cores are wanted. A
+/// lower priority would stop it: a thread that waits for it cannot raise its priority again, and
+/// other programs may keep the cores busy.
 void give_way() {
   constexpr int kNice = 10;
   const auto thread = static_cast<id_t>(gettid());
@@ -181,7 +181,8 @@ class Background {
   at::Tensor memory_; // 1D bytes
 };
 
-/// The Background of each rank, until its world is gone. Ranks may be threads of one process.
+/// Holds the Background of each rank until the rank's world is gone. Ranks may be threads of one
+/// process.
 class Backgrounds {
  public:
   /// Waits for the saves that are under way when the process ends. Does not free their memory:
@@ -208,13 +209,13 @@ class Backgrounds {
   std::vector<std::shared_ptr<Background>> take_those_without_world() {
     const std::lock_guard lock(mutex_);
     std::vector<std::shared_ptr<Background>> gone;
-    for (auto item = all_.begin(); item != all_.end();) {
-      const bool is_gone = item->first.expired() && has_world(item->first);
+    std::erase_if(all_, [&](auto& item) {
+      const bool is_gone = item.first.expired() && has_world(item.first);
       if (is_gone) {
-        gone.push_back(std::move(item->second));
+        gone.push_back(std::move(item.second));
       }
-      item = is_gone ? all_.erase(item) : std::next(item);
-    }
+      return is_gone;
+    });
     return gone;
   }
 

@@ -23,23 +23,23 @@ constexpr const char* kShardingInfo = "DCP_SHARDING_INFO";
 std::map<std::string, std::vector<int64_t>> sharding_info(
     const SafetensorsHeader& header, const std::string& file) {
   std::map<std::string, std::vector<int64_t>> result;
-  const auto found = header.metadata.find(kShardingInfo);
-  if (found == header.metadata.end()) {
+  const auto text = header.metadata.find(kShardingInfo);
+  if (text == header.metadata.end()) {
     return result;
   }
   const auto where = file + ", " + kShardingInfo;
-  const auto info = parse_json(found->second, where);
+  const auto info = parse_json(text->second, where);
   std::map<std::string_view, std::vector<int64_t>> saved;
   for (const auto item : json_members(info.root(), kShardingInfo, file)) {
     saved[item.name()] =
         json_sizes(json_field(item, "saved_offsets", where), "saved_offsets", where);
   }
   for (const auto& entry : header.entries) {
-    const auto place = saved.find(entry.name);
+    const auto found = saved.find(entry.name);
     FSDP_CHECK_AS(
-        CheckpointError, place != saved.end(), where, ": there is no '", entry.name,
+        CheckpointError, found != saved.end(), where, ": there is no '", entry.name,
         "' where one has to be");
-    auto& offsets = place->second;
+    auto& offsets = found->second;
     auto sizes = offsets;
     bool fits = offsets.size() == entry.sizes.size();
     for (size_t dim = 0; fits && dim < sizes.size(); ++dim) {
@@ -86,11 +86,11 @@ class Collector {
 
  private:
   void add(const SafetensorsEntry& entry, StoredPiece piece, const std::string& file) {
-    const auto [place, is_new] = place_.emplace(entry.name, catalog_.tensors.size());
+    const auto [found, is_new] = index_.emplace(entry.name, catalog_.tensors.size());
     if (is_new) {
       catalog_.tensors.push_back({entry.name, entry.dtype, entry.sizes, {}});
     }
-    auto& tensor = catalog_.tensors[place->second];
+    auto& tensor = catalog_.tensors[found->second];
     FSDP_CHECK_AS(
         CheckpointError, tensor.dtype == entry.dtype && tensor.sizes.size() == entry.sizes.size(),
         file, ", tensor '", entry.name, "': has another dtype or number of dims than in ",
@@ -107,7 +107,7 @@ class Collector {
   }
 
   Catalog catalog_;
-  std::map<std::string, size_t> place_;
+  std::map<std::string, size_t> index_; // of each tensor in the catalog
 };
 
 Catalog open_indexed(const Path& folder) {
@@ -193,10 +193,9 @@ void check_files(const Catalog& catalog) {
   std::map<std::string, int64_t> file_bytes;
   for (const auto& tensor : catalog.tensors) {
     for (const auto& piece : tensor.pieces) {
-      auto found = file_bytes.find(piece.file);
-      if (found == file_bytes.end()) {
-        const auto size = File::open(catalog.folder / piece.file).size();
-        found = file_bytes.emplace(piece.file, size).first;
+      const auto [found, is_new] = file_bytes.try_emplace(piece.file);
+      if (is_new) {
+        found->second = File::open(catalog.folder / piece.file).size();
       }
       check_fits(catalog.folder / piece.file, found->second, tensor, piece);
     }

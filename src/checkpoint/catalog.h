@@ -10,8 +10,8 @@
 #include <variant>
 #include <vector>
 
-#include "checkpoint/files.h"
-#include "tensor/box.h"
+#include "base/files.h"
+#include "layout/box.h"
 
 namespace fsdp::detail {
 
@@ -33,13 +33,13 @@ struct StoredTensor {
 using StoredValue = std::variant<bool, int64_t, double, std::string>;
 using StoredValues = std::vector<std::pair<std::string, StoredValue>>;
 
-/// Where a safetensors file has a checkpoint's values: in its metadata, under this key.
+/// A safetensors file has a checkpoint's values in its metadata, under this key.
 inline constexpr const char* kValuesKey = "fsdp.values";
 
 /// The number of bytes under one checksum. To check one of these bytes, all of them must be read.
 inline constexpr int64_t kBlockBytes = int64_t{4} << 20;
 
-/// What a checkpoint contains, whether this library or another program wrote it.
+/// The contents of a checkpoint that this library or another program wrote.
 struct Catalog {
   Path folder;
   std::shared_ptr<const Folder> opened; // the folder that was at this path at first

@@ -46,11 +46,11 @@ Catalog select(Catalog catalog, const std::optional<std::string>& only) {
   return catalog;
 }
 
-/// Throws CheckpointError if the output would replace the input, which lies at `place`, and hold
-/// less than it: `tensors` and `values` less, or no checksums.
+/// Throws CheckpointError if the output would replace the input, which lies at `checkpoint`, and
+/// hold less than it: `tensors` and `values` less, or no checksums.
 void check_nothing_lost(
     const Catalog& input,
-    const Path& place,
+    const Path& checkpoint,
     size_t tensors,
     size_t values,
     bool checksums,
@@ -59,8 +59,8 @@ void check_nothing_lost(
     return;
   }
   FSDP_CHECK_AS(
-      CheckpointError, is_folder(place), output.string(), " would be replaced by ",
-      place.filename().string(), " alone, which is one of its files; write to another folder");
+      CheckpointError, is_folder(checkpoint), output.string(), " would be replaced by ",
+      checkpoint.filename().string(), " alone, which is one of its files; write to another folder");
   FSDP_CHECK_AS(
       CheckpointError, tensors + values == 0, output.string(),
       " would be replaced by a part of itself: ", tensors, " tensors and ", values,
@@ -80,8 +80,8 @@ std::vector<OutputFile> full_files(
     }
   }
   for (size_t i = 0; i < output.tensors.size(); ++i) {
-    const auto place = layout.places.at(output.tensors[i].name);
-    files[place.file].items[place.entry].source = &input.tensors[i];
+    const auto position = layout.positions.at(output.tensors[i].name);
+    files[position.file].items[position.entry].source = &input.tensors[i];
   }
   return files;
 }
@@ -181,13 +181,13 @@ ConvertReport convert_checkpoint(
       "[convert_checkpoint] `change` needs whole tensors, so the format must be full");
   at::NoGradGuard no_grad;
   const auto rename = renaming_by(options.names);
-  const auto place = find_checkpoint(input_path);
-  auto all = open_catalog(place);
+  const auto checkpoint = find_checkpoint(input_path);
+  auto all = open_catalog(checkpoint);
   const auto num_tensors = all.tensors.size();
   const auto num_values = all.values.size();
   const auto input = select(std::move(all), options.only);
   check_nothing_lost(
-      input, place, num_tensors - input.tensors.size(), num_values - input.values.size(),
+      input, checkpoint, num_tensors - input.tensors.size(), num_values - input.values.size(),
       /*checksums=*/!full, output_path);
   FSDP_CHECK_AS(
       CheckpointError, !full || !input.tensors.empty(), input_path.string(), " holds no tensors");
@@ -220,7 +220,7 @@ ConvertReport convert_checkpoint(
   ConvertReport report{
       .num_files = static_cast<int64_t>(files.size()),
       .num_tensors = static_cast<int64_t>(output.tensors.size()),
-      .input = place};
+      .input = checkpoint};
   for (const auto& tensor : output.tensors) {
     report.bytes += tensor_bytes(tensor.sizes, tensor.dtype).value();
   }

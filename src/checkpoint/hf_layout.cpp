@@ -12,11 +12,11 @@ Catalog renamed(const Catalog& catalog, const Rename& rename, std::optional<at::
   Catalog result;
   std::map<std::string, std::string> old_names; // by new name
   const auto new_name = [&](const std::string& old) {
-    const auto [place, is_new] = old_names.emplace(rename(old), old);
+    const auto [found, is_new] = old_names.emplace(rename(old), old);
     FSDP_CHECK_AS(
-        ConfigError, is_new, "by these rules two names become '", place->first, "': '",
-        place->second, "' and '", old, "'");
-    return place->first;
+        ConfigError, is_new, "by these rules two names become '", found->first, "': '",
+        found->second, "' and '", old, "'");
+    return found->first;
   };
   for (const auto& tensor : catalog.tensors) {
     const bool converted = dtype && at::isFloatingType(tensor.dtype);
@@ -56,7 +56,7 @@ HfLayout make_hf_layout(const Catalog& catalog, int64_t max_file_bytes) {
     }
     file.start = layout_safetensors(file.header, file.name);
     for (size_t j = 0; j < file.header.entries.size(); ++j) {
-      layout.places[file.header.entries[j].name] = {i, j};
+      layout.positions[file.header.entries[j].name] = {i, j};
     }
   }
   return layout;
@@ -68,8 +68,8 @@ void write_hf_index(const HfLayout& layout, const Path& folder) {
   }
   const auto file = folder / "model.safetensors.index.json";
   auto map = nlohmann::json::object();
-  for (const auto& [name, place] : layout.places) {
-    map[name] = layout.files[place.file].name;
+  for (const auto& [name, position] : layout.positions) {
+    map[name] = layout.files[position.file].name;
   }
   const nlohmann::json index{
       {"metadata", {{"total_size", layout.total_bytes}}}, {"weight_map", std::move(map)}};

@@ -18,15 +18,15 @@ struct HfFile {
   std::string start; // the bytes before the tensors
 };
 
-/// Where a tensor lies: the index of its file, and of its entry in the file's header.
-struct HfPlace {
+/// The position of a tensor: the index of its file, and of its entry in the file's header.
+struct HfPosition {
   size_t file = 0;
   size_t entry = 0;
 };
 
 struct HfLayout {
   std::vector<HfFile> files;
-  std::map<std::string, HfPlace> places; // by name
+  std::map<std::string, HfPosition> positions; // by name
   int64_t total_bytes = 0;
 };
 

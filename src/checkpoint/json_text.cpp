@@ -77,9 +77,9 @@ class JsonBuilder : public nlohmann::json_sax<json> {
     return num_texts_++;
   }
   size_t put(Kind kind, uint64_t value) {
-    const auto place = tape_.tokens_.size();
-    tape_.tokens_.push_back({.kind = kind, .end = place + 1, .name = name_, .value = value});
-    return place;
+    const auto token = tape_.tokens_.size();
+    tape_.tokens_.push_back({.kind = kind, .end = token + 1, .name = name_, .value = value});
+    return token;
   }
   bool add(Kind kind, uint64_t value) {
     return ended(put(kind, value));
@@ -92,21 +92,21 @@ class JsonBuilder : public nlohmann::json_sax<json> {
     return true;
   }
   bool close() {
-    const auto [place, num_texts] = open_.back();
+    const auto [token, num_texts] = open_.back();
     open_.pop_back();
-    tape_.tokens_[place].end = tape_.tokens_.size();
-    check_names(JsonView(tape_, place));
-    return ended(place, num_texts);
+    tape_.tokens_[token].end = tape_.tokens_.size();
+    check_names(JsonView(tape_, token));
+    return ended(token, num_texts);
   }
-  /// Called when the value at `place` is complete. The texts from `num_texts` on are inside of it.
-  bool ended(size_t place, std::optional<size_t> num_texts = {}) {
+  /// Called when the value at `token` is complete. The texts from `num_texts` on are inside of it.
+  bool ended(size_t token, std::optional<size_t> num_texts = {}) {
     if (!take_ || open_.size() != depth_) {
       return true;
     }
-    take_(key_, JsonView(tape_, place));
-    const bool is_member = tape_.tokens_[open_.back().place].kind == Kind::Object;
-    name_ = tape_.tokens_[place].name;
-    tape_.tokens_.resize(place);
+    take_(key_, JsonView(tape_, token));
+    const bool is_member = tape_.tokens_[open_.back().token].kind == Kind::Object;
+    name_ = tape_.tokens_[token].name;
+    tape_.tokens_.resize(token);
     if (is_member) { // its name stays, to find it if it comes again
       put(Kind::Null, 0);
     }
@@ -127,7 +127,7 @@ class JsonBuilder : public nlohmann::json_sax<json> {
   }
 
   struct Open {
-    size_t place = 0;
+    size_t token = 0;
     size_t num_texts = 0; // before its first member or item
   };
   const std::string& file_;
@@ -158,10 +158,6 @@ std::optional<JsonView> JsonView::find(std::string_view name) const {
     }
   }
   return std::nullopt;
-}
-
-JsonTape parse_json(std::string_view text, const std::string& file) {
-  return parse_json(text, file, 0, {});
 }
 
 JsonTape parse_json(

@@ -32,7 +32,7 @@ class JsonTape {
     Kind kind = Kind::Null;
     size_t end = 0;     // the first token behind this value
     size_t name = 0;    // in `texts`, if the value is a member of an object
-    uint64_t value = 0; // the number or its bits, or a place in `texts`
+    uint64_t value = 0; // the number or its bits, or an index in `texts`
   };
   std::vector<Token> tokens_;
   std::vector<std::string> texts_;
@@ -63,42 +63,42 @@ class JsonView {
   const std::string& text() const {
     return tape_->texts_[token().value];
   }
-  /// The items of a list or the members of an object; none for other kinds. For a loop.
+  /// Returns the items of a list or the members of an object, for a loop. Other kinds have none.
   Items items() const;
-  /// The member of this name, if this is an object that has it. Looks at all members.
+  /// Returns the member of this name, if this is an object that has it. Looks at all members.
   std::optional<JsonView> find(std::string_view name) const;
 
  private:
   friend class JsonTape;
   friend class JsonBuilder;
-  JsonView(const JsonTape& tape, size_t place) : tape_(&tape), place_(place) {}
+  JsonView(const JsonTape& tape, size_t number) : tape_(&tape), number_(number) {}
   const JsonTape::Token& token() const {
-    return tape_->tokens_[place_];
+    return tape_->tokens_[number_];
   }
 
   const JsonTape* tape_;
-  size_t place_;
+  size_t number_; // of its token
 };
 
 class JsonView::Items {
  public:
   struct Iterator {
     const JsonTape* tape;
-    size_t place;
+    size_t token;
     JsonView operator*() const {
-      return {*tape, place};
+      return {*tape, token};
     }
     Iterator& operator++() {
-      place = tape->tokens_[place].end;
+      token = tape->tokens_[token].end;
       return *this;
     }
     bool operator!=(const Iterator& other) const {
-      return place != other.place;
+      return token != other.token;
     }
   };
   explicit Items(const JsonView& view) : view_(view) {}
   Iterator begin() const {
-    return {view_.tape_, view_.place_ + 1};
+    return {view_.tape_, view_.number_ + 1};
   }
   Iterator end() const {
     return {view_.tape_, view_.token().end};
@@ -112,24 +112,22 @@ inline JsonView::Items JsonView::items() const {
   return Items(*this);
 }
 
-/// Refuses duplicate names and deep nesting.
-JsonTape parse_json(std::string_view text, const std::string& file);
-/// The same for text with very many values of one kind: those at `depth`. 1 are the members of the
-/// outermost object, 2 the members of these, and so on. Each of them is given to `take` and then
-/// dropped. `key` is that of the outermost object.
+/// Refuses duplicate names and deep nesting. If there is a `take`, gives each value at `depth` to
+/// it and then drops the value: a text may have very many of them. The members of the outermost
+/// object have depth 1, the members of these 2, and so on. `key` is that of the outermost object.
 using TakeJson = std::function<void(const std::string& key, JsonView value)>;
 JsonTape parse_json(
-    std::string_view text, const std::string& file, size_t depth, const TakeJson& take);
+    std::string_view text, const std::string& file, size_t depth = 0, const TakeJson& take = {});
 /// Refuses text that is not UTF-8.
 std::string json_text(const nlohmann::json& value, const std::string& file);
 
 JsonView json_field(JsonView object, const char* name, const std::string& file);
 const std::string& json_string(JsonView value, const char* what, const std::string& file);
-/// A string that must be the name of a file in the same folder.
+/// Returns a string, which must be the name of a file in the same folder.
 const std::string& json_file_name(JsonView value, const char* what, const std::string& file);
 JsonView::Items json_list(JsonView value, const char* what, const std::string& file);
 JsonView::Items json_members(JsonView value, const char* what, const std::string& file);
-/// A whole number that must not be negative and must fit int64_t.
+/// Returns a whole number, which must not be negative and must fit int64_t.
 int64_t json_size(JsonView value, const char* what, const std::string& file);
 std::vector<int64_t> json_sizes(JsonView value, const char* what, const std::string& file);
 

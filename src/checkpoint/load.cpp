@@ -17,13 +17,13 @@ namespace fsdp {
 
 namespace {
 
-/// A key of the state dict, and what it is filled from: either `tensor` or `value`.
+/// A key of the state dict, and its source: either `tensor` or `value`.
 struct Source {
   const std::string* key = nullptr;
   std::optional<detail::LocalTensor> target;
   const detail::StoredTensor* tensor = nullptr;
   const detail::StoredValue* value = nullptr;
-  at::Tensor kept = {}; // what was read, if it cannot be read directly into the target
+  at::Tensor kept = {}; // the data, if they cannot be read directly into the target
 };
 
 bool is_partial(const StateDict::Value& value) {

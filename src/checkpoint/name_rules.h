@@ -11,8 +11,8 @@ namespace fsdp::detail {
 
 /// Compiles a regular expression that a user wrote. Matching takes a time that is at most the
 /// length of the pattern times the length of the name. Throws ConfigError that begins with `what`
-/// if the text is not a regular expression, is too long, or has a back-reference, which no such
-/// bound is known for.
+/// if the text is not a regular expression, is too long, or has a back-reference, for which no such
+/// bound is known.
 std::regex user_pattern(const std::string& text, const std::string& what);
 
 using Rename = std::function<std::string(const std::string& name)>;

@@ -9,7 +9,7 @@
 #include "checkpoint/crc32c.h"
 #include "checkpoint/json_text.h"
 #include "checkpoint/safetensors.h"
-#include "mesh/mesh_layout.h"
+#include "layout/mesh_layout.h"
 
 namespace fsdp::detail {
 
@@ -19,26 +19,17 @@ using nlohmann::json;
 
 constexpr const char* kWhere = "[save]";
 
-/// Numbers the meshes of a state dict, in the order of their first use.
-class Meshes {
- public:
-  size_t number(const DeviceMesh& mesh) {
-    const auto found = std::find(meshes_.begin(), meshes_.end(), mesh);
-    if (found != meshes_.end()) {
-      return static_cast<size_t>(found - meshes_.begin());
-    }
-    meshes_.push_back(mesh);
-    return meshes_.size() - 1;
+/// Returns the index of the mesh in `meshes`. Adds the mesh to them at its first use.
+int64_t number_of(const DeviceMesh& mesh, std::vector<DeviceMesh>& meshes) {
+  const auto number = std::find(meshes.begin(), meshes.end(), mesh) - meshes.begin();
+  if (number == std::ssize(meshes)) {
+    meshes.push_back(mesh);
   }
-  const std::vector<DeviceMesh>& all() const {
-    return meshes_;
-  }
+  return number;
+}
 
- private:
-  std::vector<DeviceMesh> meshes_;
-};
-
-json describe(const std::string& key, const StateDict::Value& value, Meshes& meshes) {
+json describe(
+    const std::string& key, const StateDict::Value& value, std::vector<DeviceMesh>& meshes) {
   const auto where = c10::str(kWhere, " '", key, "'");
   const auto tensor = local_tensor(value);
   if (!tensor) {
@@ -61,7 +52,7 @@ json describe(const std::string& key, const StateDict::Value& value, Meshes& mes
           ": its terms have not been added up (", to_string(spread->placements()),
           "): redistribute it first");
     }
-    result["mesh"] = meshes.number(spread->device_mesh());
+    result["mesh"] = number_of(spread->device_mesh(), meshes);
     result["mesh_shape"] = spread->device_mesh().shape();
     result["placements"] = to_string(spread->placements());
   }
@@ -89,13 +80,13 @@ Merged merge(const std::vector<std::string>& lists, int world_size) {
       const auto key = item.at("key").get<std::string>();
       const auto mesh = item.value("mesh", size_t{0});
       item.erase("mesh"); // each rank has its own numbers
-      const auto [place, is_new] = merged.index.emplace(key, merged.items.size());
+      const auto [found, is_new] = merged.index.emplace(key, merged.items.size());
       if (is_new) {
         merged.items.push_back(item);
         merged.holders.emplace_back();
       }
-      const auto& first = merged.items[place->second];
-      auto& holders = merged.holders[place->second];
+      const auto& first = merged.items[found->second];
+      auto& holders = merged.holders[found->second];
       FSDP_CHECK_AS(
           CheckpointError, first == item, kWhere, " '", key,
           "' is not the same on all ranks: ", first.dump(), " on rank ",
@@ -112,18 +103,17 @@ Merged merge(const std::vector<std::string>& lists, int world_size) {
 std::vector<Holder> holders_of_part(
     const DTensor& spread,
     const std::vector<Holder>& holders,
-    const std::vector<std::vector<int64_t>>& places) {
+    const std::vector<std::vector<int64_t>>& mesh_indices) {
   const auto& mesh = spread.device_mesh();
   const auto& placements = spread.placements();
   const auto mine = mesh.get_coordinate();
   std::vector<Holder> result;
   for (const auto& holder : holders) {
-    const auto theirs =
-        grid_coordinate(mesh.shape(), places[static_cast<size_t>(holder.rank)].at(holder.mesh));
+    const auto mesh_index = mesh_indices[static_cast<size_t>(holder.rank)].at(holder.mesh);
+    const auto theirs = grid_coordinate(mesh.shape(), mesh_index);
     bool same = true;
     for (size_t axis = 0; axis < placements.size(); ++axis) {
-      same = same &&
-             (std::holds_alternative<Replicate>(placements[axis]) || theirs[axis] == mine[axis]);
+      same &= std::holds_alternative<Replicate>(placements[axis]) || theirs[axis] == mine[axis];
     }
     if (same) {
       result.push_back(holder);
@@ -213,33 +203,33 @@ std::string PlanRequest::checksum() const {
 }
 
 PlanRequest make_request(const StateDict& state) {
-  Meshes meshes;
+  std::vector<DeviceMesh> meshes;
   auto list = json::array();
   for (const auto& [key, value] : state) {
     list.push_back(describe(key, value, meshes));
   }
-  auto places = json::array();
-  for (const auto& mesh : meshes.all()) {
-    int64_t place = 0;
+  auto mesh_indices = json::array();
+  for (const auto& mesh : meshes) {
+    int64_t mesh_index = 0;
     const auto coordinate = mesh.get_coordinate();
     for (size_t axis = 0; axis < coordinate.size(); ++axis) {
-      place = place * mesh.shape()[axis] + coordinate[axis];
+      mesh_index = mesh_index * mesh.shape()[axis] + coordinate[axis];
     }
-    places.push_back(place);
+    mesh_indices.push_back(mesh_index);
   }
-  return {json_text(list, kWhere), json_text(places, kWhere)};
+  return {json_text(list, kWhere), json_text(mesh_indices, kWhere)};
 }
 
 SavePlan make_plan(
     const StateDict& state,
     int rank,
     const std::vector<std::string>& lists,
-    const std::vector<std::string>& places) {
-  std::vector<std::vector<int64_t>> rank_places;
-  for (const auto& text : places) {
-    rank_places.push_back(json::parse(text).get<std::vector<int64_t>>());
+    const std::vector<std::string>& mesh_indices) {
+  std::vector<std::vector<int64_t>> indices_of_ranks;
+  for (const auto& text : mesh_indices) {
+    indices_of_ranks.push_back(json::parse(text).get<std::vector<int64_t>>());
   }
-  const auto merged = merge(lists, static_cast<int>(places.size()));
+  const auto merged = merge(lists, static_cast<int>(mesh_indices.size()));
   const auto share = shares(merged.items);
   SavePlan plan;
   for (const auto& item : merged.items) {
@@ -262,8 +252,9 @@ SavePlan make_plan(
       continue;
     }
     const auto* spread = std::get_if<DTensor>(&value);
-    const auto writers =
-        spread && spread->numel() > 0 ? holders_of_part(*spread, holders, rank_places) : holders;
+    const auto writers = spread && spread->numel() > 0
+                             ? holders_of_part(*spread, holders, indices_of_ranks)
+                             : holders;
     const auto turn = static_cast<size_t>(share[index] * static_cast<double>(writers.size()));
     if (writers[std::min(turn, writers.size() - 1)].rank == rank) {
       add_parts(key, *tensor, plan.parts);

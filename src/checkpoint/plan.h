@@ -9,7 +9,7 @@
 #include <fsdp/state_dict.h>
 
 #include "checkpoint/catalog.h"
-#include "tensor/box.h"
+#include "layout/box.h"
 
 namespace fsdp::detail {
 
@@ -20,7 +20,7 @@ struct Part {
   at::Tensor data; // elements of the box, on any device, contiguous or not
 };
 
-/// What the ranks save, and which parts of it this rank writes.
+/// The contents of a save, and the parts of them that this rank writes.
 struct SavePlan {
   Catalog catalog; // all tensors of all ranks, without pieces, and the values that this rank writes
   std::vector<Part> parts;
@@ -48,10 +48,10 @@ std::optional<LocalTensor> local_tensor(const StateDict::Value& value);
 // except on rank 0. So the ranks compare checksums of their lists of keys. They exchange the lists
 // only if the checksums differ.
 
-/// What a rank tells the others before a save.
+/// A rank's message to the others before a save.
 struct PlanRequest {
-  std::string list;   // JSON: its keys, with dtype, shape and placement
-  std::string places; // JSON: its place in each mesh, in the order of their first use
+  std::string list;         // JSON: its keys, with dtype, shape and placement
+  std::string mesh_indices; // JSON: its index in each mesh, in the order of their first use
 
   /// Equal on ranks that have the same list.
   std::string checksum() const;
@@ -60,12 +60,12 @@ struct PlanRequest {
 /// Throws CheckpointError if a tensor cannot be saved.
 PlanRequest make_request(const StateDict& state);
 
-/// `lists` are the lists of all ranks, or a single list if all are equal. `places` are the places
-/// of all ranks.
+/// `lists` are the lists of all ranks, or a single list if all are equal. `mesh_indices` are
+/// those of all ranks.
 SavePlan make_plan(
     const StateDict& state,
     int rank,
     const std::vector<std::string>& lists,
-    const std::vector<std::string>& places);
+    const std::vector<std::string>& mesh_indices);
 
 } // namespace fsdp::detail

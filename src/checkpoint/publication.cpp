@@ -31,7 +31,8 @@ std::string new_id() {
   return text;
 }
 
-/// Runs what follows a success or a failure, and must not hide it: the disk may be full.
+/// Runs a step that follows a success or a failure. Ignores its errors, because they must not hide
+/// that outcome: the disk may be full.
 void quietly(const std::function<void()>& step) {
   try {
     step();
@@ -41,8 +42,8 @@ void quietly(const std::function<void()>& step) {
 
 // ------------------------------------------------------------ TARGET
 
-/// Throws unless the folder, which is or was TARGET, may be replaced: it holds nothing but a
-/// checkpoint.
+/// Throws unless the folder, which is or was TARGET, may be replaced. It may be if it holds nothing
+/// but a checkpoint.
 void check_replaceable(const Publication& publication, const Path& folder) {
   const auto& target = publication.target;
   if (!path_exists(folder)) {
@@ -74,7 +75,7 @@ int try_rename(const Path& from, const Path& to, unsigned flags = 0) {
   return renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), flags) == 0 ? 0 : errno;
 }
 
-/// Puts data/ where TARGET is. What was TARGET is in `replaced` then. Returns 0 or the error
+/// Moves data/ to TARGET. Sets `replaced` to the path of the old TARGET. Returns 0 or the error
 /// number.
 int exchange(const Publication& publication, Path& replaced) {
   const auto& target = publication.target;
@@ -132,7 +133,7 @@ void put_old_back(const Path& work, const Path& target) {
   }
 }
 
-/// The folders of saves in TARGET.fsdp-saving, except for one.
+/// Returns the folders of saves in TARGET.fsdp-saving, except for the one of that name.
 std::vector<Path> saves_in(const Path& folder, const std::string& except = "") {
   std::vector<Path> saves;
   for (const auto& name : list_folder(folder)) {
@@ -282,8 +283,7 @@ void remove_leftovers(
 namespace {
 
 /// Removes what dead saves have left of TARGET, unless another saver holds its lock, and of the
-/// other checkpoints of its series. Without locks nobody knows who is dead: then only what has been
-/// quiet for a while.
+/// other checkpoints of its series. Without locks, removes only what has not changed for a minute.
 void remove_all_dead(const Publication& publication) {
   const auto now = changed_at(publication.folder());
   for (const auto& work : saves_in(publication.folder(), publication.id)) {
@@ -326,7 +326,7 @@ void prepare(Publication& publication) {
 
 void discard(const Publication& publication) {
   if (!publication.lock) {
-    return; // another saver's
+    return; // the folder is another saver's
   }
   quietly([&] {
     put_old_back(publication.work(), publication.target);
@@ -352,7 +352,7 @@ void publish(const Publication& publication, const PublicationSteps& steps) {
   try {
     if (rank != 0) {
       wait_for_folder(publication, reports);
-    } else { // not in `prepare`: training waits for that
+    } else { // `prepare` does not do this, because training waits for it
       quietly([&] { remove_all_dead(publication); });
     }
     write_text(publication.work() / (rank_name(rank) + ".json"), steps.write());
@@ -370,14 +370,14 @@ void publish(const Publication& publication, const PublicationSteps& steps) {
     }
   } catch (...) {
     auto reason = current_exception_text();
-    // Another rank's reason says which rank already.
+    // The reason of another rank names that rank already.
     if (!reason.starts_with("rank ")) {
       reason = c10::str("rank ", rank, ": ", reason);
     }
     FSDP_THROW(CheckpointError, give_up(publication, reason));
   }
   if (rank == 0) {
-    discard(publication); // with the old checkpoint
+    discard(publication); // this also removes the old checkpoint
   }
 }
 

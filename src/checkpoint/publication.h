@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/files.h"
+#include "base/files.h"
 #include "checkpoint/save_reports.h"
 
 namespace fsdp::detail {
@@ -38,7 +38,8 @@ struct Publication {
   Path target;
   bool overwrite = true;
   SaveRanks ranks = {};
-  /// What dead saves left under names that begin so is removed, too. Empty: nothing.
+  /// Folders that dead saves left are removed, too, if their names begin with this. If it is empty,
+  /// none are.
   std::string leftovers = {};
   std::string id = {};                  // of this save alone
   std::shared_ptr<File> lock = nullptr; // rank 0
@@ -66,13 +67,13 @@ Path clean_path(const Path& path);
 /// must not be replaced.
 void prepare(Publication& publication);
 
-/// What the ranks do in a save.
+/// The steps of the ranks in a save.
 struct PublicationSteps {
   /// Writes and syncs this rank's files in data/. Returns a description of them for rank 0.
   std::function<std::string()> write;
-  /// Rank 0: writes what makes the files a checkpoint.
+  /// Called on rank 0 when all ranks have written. Writes the file that makes theirs a checkpoint.
   std::function<void(const std::vector<std::string>& texts)> finish;
-  /// Rank 0, when the checkpoint is in place. May be empty.
+  /// Called on rank 0 when the checkpoint is in place. May be empty.
   std::function<void()> after = {};
 };
 
@@ -87,12 +88,13 @@ void discard(const Publication& publication);
 std::string give_up(const Publication& publication, const std::string& reason);
 
 /// Removes what dead saves have left in `parent` under names that begin so, if nothing has changed
-/// there for a minute before `now`, a time of that file system. Without `now`, removes what is
-/// known to be dead at once: saves of this machine whose lock is free.
+/// there for a minute before `now`, a time of that file system. Without `now`, does not wait for
+/// this minute, and removes only saves of this machine whose lock is free.
 void remove_leftovers(
     const Path& parent, const std::string& name_begin, std::optional<int64_t> now = {});
 
-/// For tests: false is as on a file system that cannot exchange two folders.
+/// Tests set this to false. A save then does what it does on a file system that cannot exchange two
+/// folders.
 extern bool has_exchange;
 
 /// "rank_00003"

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "checkpoint/files.h"
+#include "base/files.h"
 
 namespace fsdp::detail {
 
@@ -21,8 +21,8 @@ namespace fsdp::detail {
 std::string dtype_name(at::ScalarType dtype, const std::string& where);
 at::ScalarType dtype_of(const std::string& name, const std::string& where);
 
-/// Torch's own limit, above which many of its operators fail. Copying takes time for each row and
-/// each dim, so a small file with very many of both would take hours.
+/// This is torch's own limit. Many of its operators fail above it. Copying takes time for each row
+/// and each dim, so a small file with very many of both would take hours.
 inline constexpr size_t kMaxDims = 64;
 /// Throws a CheckpointError that names `where` if there are more dims.
 void check_dims(const std::vector<int64_t>& sizes, const std::string& where);

@@ -27,7 +27,7 @@ void write_headers(const detail::HfLayout& layout, const Path& folder) {
   }
 }
 
-/// Writes this rank's parts, each at its place in the whole tensor. Returns which parts it has
+/// Writes this rank's parts, each at its offset in the whole tensor. Returns which parts it has
 /// written, so that rank 0 can check that none is missing.
 detail::Pieces write_parts(
     const detail::HfLayout& layout,
@@ -37,12 +37,12 @@ detail::Pieces write_parts(
   detail::Pieces pieces;
   std::map<size_t, detail::File> files;
   for (const auto& part : parts) {
-    const auto place = layout.places.at(rename(part.name));
-    const auto& item = layout.files[place.file];
-    const auto& entry = item.header.entries[place.entry];
-    auto found = files.find(place.file);
+    const auto position = layout.positions.at(rename(part.name));
+    const auto& item = layout.files[position.file];
+    const auto& entry = item.header.entries[position.entry];
+    auto found = files.find(position.file);
     if (found == files.end()) {
-      found = files.emplace(place.file, detail::File::create(folder / item.name)).first;
+      found = files.emplace(position.file, detail::File::create(folder / item.name)).first;
     }
     const auto host = detail::host_bytes(part.data.to(entry.dtype));
     const auto* bytes = static_cast<const char*>(host.const_data_ptr());
@@ -71,7 +71,7 @@ void save_hf(
       options.max_file_bytes > 0, "[save_hf] max_file_bytes is ", options.max_file_bytes);
   const auto rename = detail::renaming_by(options.names);
   at::NoGradGuard no_grad;
-  StateDict tensors; // the format has no place for other values
+  StateDict tensors; // the format cannot hold other values
   for (const auto& [key, value] : state) {
     if (detail::local_tensor(value)) {
       tensors.insert(key, value);

@@ -13,7 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// A year at most: a clock cannot add forever.
+/// Limits the timeout to a year. A longer one could overflow the clock.
 std::chrono::milliseconds bounded(std::chrono::milliseconds timeout) {
   return std::min<std::chrono::milliseconds>(timeout, std::chrono::hours(24 * 365));
 }
@@ -172,7 +172,7 @@ void SaveReports::wait_until_known(std::chrono::seconds patience) {
 }
 
 void SaveReports::wait_for_rank_0() {
-  // Longer than rank 0 waits, which can say who is missing.
+  // Rank 0, which can say who is missing, must give up before this rank.
   const auto timeout = 2 * bounded(ranks_.timeout) + std::chrono::seconds(1);
   wait(timeout, [&] { return has({prefix_ + "saved"}); }, [] { return std::vector{0}; });
   confirm();

@@ -22,8 +22,8 @@ struct SaveRanks {
   std::chrono::milliseconds patience = std::chrono::minutes(1);
 };
 
-/// How the ranks of one save tell each other how it goes: through the store of their world. So a
-/// save may go on in any thread, while the ranks' collectives are about something else.
+/// The ranks of one save tell each other how it goes through the store of their world. So a save
+/// may go on in any thread, while the ranks' collectives are about something else.
 class SaveReports {
  public:
   /// `id` belongs to this save alone, and is the same on all ranks. `what` is for messages.

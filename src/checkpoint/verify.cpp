@@ -193,9 +193,9 @@ class Verifier {
 } // namespace
 
 CheckpointReport verify_checkpoint(const std::filesystem::path& path) {
-  const auto place = find_checkpoint(path);
-  const Folder opened(is_folder(place) ? place : place.parent_path());
-  auto report = Verifier(place).run();
+  const auto checkpoint = find_checkpoint(path);
+  const Folder opened(is_folder(checkpoint) ? checkpoint : checkpoint.parent_path());
+  auto report = Verifier(checkpoint).run();
   opened.check_not_replaced(); // else problems may come from a mix of two checkpoints
   return report;
 }

@@ -23,17 +23,17 @@ namespace {
 
 using nlohmann::json;
 
-/// What each rank tells the others when a save begins.
+/// A rank's message to the others when a save begins.
 struct HelloMessage {
   std::string error; // why this rank cannot take part; else empty
   std::string path;
   std::string id; // set on rank 0 only
   std::string checksum;
-  std::string places;
+  std::string mesh_indices;
 };
 
 std::vector<HelloMessage> exchange_hello_messages(const HelloMessage& mine) {
-  const json text{mine.error, mine.path, mine.id, mine.checksum, mine.places};
+  const json text{mine.error, mine.path, mine.id, mine.checksum, mine.mesh_indices};
   std::vector<HelloMessage> all;
   for (const auto& theirs :
        gather_texts(text.dump(-1, ' ', false, json::error_handler_t::replace))) {
@@ -132,9 +132,9 @@ SafetensorsHeader shard_header(
     const std::map<std::string, std::vector<int64_t>>& offsets,
     const std::string& file) {
   std::string info;
-  for (const auto& [name, place] : offsets) {
+  for (const auto& [name, offset] : offsets) {
     info += (info.empty() ? "{" : ",") + json_text(name, file) + ":{\"saved_offsets\":[" +
-            join(place, ",") + "]}";
+            join(offset, ",") + "]}";
   }
   info += info.empty() ? "{}" : "}";
   return {
@@ -171,7 +171,8 @@ SaveJob begin_save(
     if (world.rank == 0) {
       prepare(publication);
     }
-    mine = {"", publication.target.string(), publication.id, request.checksum(), request.places};
+    mine = {
+        "", publication.target.string(), publication.id, request.checksum(), request.mesh_indices};
   } catch (const std::exception&) {
     mine.error = current_exception_text();
   }
@@ -181,14 +182,14 @@ SaveJob begin_save(
     check_hello_messages(all);
     publication.id = all[0].id;
     agreed = true;
-    std::vector<std::string> places;
+    std::vector<std::string> mesh_indices;
     bool equal = true;
     for (const auto& hello : all) {
-      places.push_back(hello.places);
+      mesh_indices.push_back(hello.mesh_indices);
       equal = equal && hello.checksum == all[0].checksum;
     }
     const auto lists = equal ? std::vector<std::string>{request.list} : gather_texts(request.list);
-    job.plan = make_plan(state, world.rank, lists, places);
+    job.plan = make_plan(state, world.rank, lists, mesh_indices);
   } catch (...) {
     if (agreed) { // the other ranks may not have failed, and may be waiting
       give_up(publication, c10::str("rank ", world.rank, ": ", current_exception_text()));

@@ -25,9 +25,9 @@ struct SaveJob {
   bool is_direct = false; // bypass the page cache
 };
 
-/// What rank 0 does if the checkpoint belongs to a series. Each member may be empty.
+/// The steps of rank 0 if the checkpoint belongs to a series. Each member may be empty.
 struct SeriesSteps {
-  /// What the names in the series begin with. Files that dead saves left under such names are
+  /// All names in the series begin with this. Folders that dead saves left under such names are
   /// removed.
   std::string leftovers = {};
   /// Returns the time of the newest checkpoint in the series.
@@ -51,7 +51,7 @@ void run_save(const SaveJob& job, const SeriesSteps& steps = {});
 /// Returns the data contiguous in host memory. Shares memory with `data` if that is so already.
 at::Tensor host_bytes(const at::Tensor& data);
 
-/// What was written of each tensor, by name.
+/// The pieces of each tensor that were written, by the tensor's name.
 using Pieces = std::map<std::string, std::vector<StoredPiece>>;
 /// Describes what this rank has written for rank 0, as JSON in the form of the manifest.
 std::string rank_text(const SavePlan& plan, Pieces pieces, int rank);

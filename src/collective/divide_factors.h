@@ -9,7 +9,7 @@
 
 namespace fsdp::detail {
 
-/// How many ranks gradients are averaged over, and in which dtype.
+/// The number of ranks that gradients are averaged over, and the dtype for it.
 struct DivideRequest {
   c10::ScalarType reduce_dtype = c10::kFloat;
   int64_t shard_size = 1;
@@ -18,8 +18,8 @@ struct DivideRequest {
   bool force_sum = false;                      // use no other collectives than sums
 };
 
-/// How the division is spread over a reduction. A factor of 1 is left empty, because it needs no
-/// kernel.
+/// Says how the division is spread over a reduction. A factor of 1 is left empty, because it needs
+/// no kernel.
 struct DivideFactors {
   std::optional<double> pre;  // divides the reduce-scatter input
   std::optional<double> post; // divides the result

@@ -22,7 +22,7 @@ void CommContext::lazy_init(c10::Device device) {
 // ------------------------------------------------------------ Gathers
 
 void CommContext::gather_after(const StreamEvent& event) {
-  event.block(streams_->copy_in); // for which every gather waits
+  event.block(streams_->copy_in); // every gather waits for this stream
 }
 
 GatherStreams CommContext::gather_streams(c10::Device device, bool own) const {
@@ -47,7 +47,7 @@ void CommContext::release_parked() {
 void CommContext::retire(at::Tensor memory, const OptionalStream& stream, bool overlap) {
   auto last_use = StreamEvent::of(optional_current_stream(memory.device()));
   if (overlap) {
-    gather_issued(static_cast<int64_t>(memory.nbytes())); // the ones before have had their turn
+    gather_issued(static_cast<int64_t>(memory.nbytes())); // frees what was retired before
   }
   retired_.push_back({std::move(memory), stream, std::move(last_use)});
   if (!overlap) {
@@ -59,7 +59,7 @@ void CommContext::gather_issued(int64_t bytes) {
   for (auto& each : retired_) {
     each.bytes_since += bytes;
   }
-  // In order: behind a later one's event the earlier ones are free as well.
+  // The oldest goes first: a stream that waited for a later event has waited for the earlier ones.
   while (!retired_.empty() && 2 * retired_.front().bytes_since >=
                                   static_cast<int64_t>(retired_.front().memory.nbytes())) {
     retired_.front().last_use.block(retired_.front().stream);
@@ -86,11 +86,12 @@ void CommContext::record_forward(const std::shared_ptr<ForwardRecord>& record) {
 
 std::shared_ptr<ForwardRecord> CommContext::forward_before(const ForwardRecord& record) const {
   if (record.index >= order_.size() || order_[record.index].lock().get() != &record) {
-    return nullptr; // of an iteration that has ended
+    return nullptr; // this record is of an iteration that has ended
   }
   for (size_t i = record.index; i > 0; --i) {
     if (auto before = order_[i - 1].lock()) {
-      // Microbatches may go first in, first out; then its turn is over.
+      // If microbatches run backward in the order of their forwards, the one before has already had
+      // its backward.
       return before->is_over ? nullptr : before;
     }
   }
@@ -100,7 +101,7 @@ std::shared_ptr<ForwardRecord> CommContext::forward_before(const ForwardRecord& 
 void CommContext::reset() {
   release_parked();
   release_retired();
-  // What is under way still uses memory that was let go of.
+  // Work in flight still uses the memory that is freed here.
   wait_for_stream(streams_->copy_in, streams_->all_gather);
   wait_for_stream(streams_->reduce_scatter, streams_->all_reduce);
   if (const auto& scatter = streams_->reduce_scatter) {

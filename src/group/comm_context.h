@@ -32,8 +32,8 @@ struct ForwardRecord {
 // - The input of a gather, if it is a copy (copy-in stream), is read by the gather, for which
 //   compute waits. It is treated as the gathered buffer.
 // - A placed gather writes the whole parameters themselves (all-gather stream), and compute reads
-//   them until reshard. Then the all-gather stream waits for compute, and the memory goes. A
-//   gather behind that wait cannot overlap this compute. In backward it need not: the next
+//   them until reshard. Then the all-gather stream waits for compute, and the memory is freed. A
+//   gather behind that wait cannot overlap this compute. In backward this costs nothing: the next
 //   group's gather was issued before. In forward the next gather comes right after reshard, so
 //   the memory is retired instead: it is kept, with an event of compute, until gathers of half
 //   its size have been issued with other memory. So two buffers take turns. The buffer of group i
@@ -47,8 +47,8 @@ struct ForwardRecord {
 // On the CPU there are no streams. There the same lists let a rank go on while its peers work on
 // a collective.
 
-/// What the groups of a tree of modules share: streams, buffers in flight, reductions, and the
-/// order of forwards.
+/// Shared by the groups of a tree of modules: streams, buffers in flight, reductions, and the order
+/// of forwards.
 class CommContext {
  public:
   CommContext() = default;
@@ -56,11 +56,11 @@ class CommContext {
   CommContext(const CommContext&) = delete;
   CommContext& operator=(const CommContext&) = delete;
 
-  /// Takes the streams, once.
+  /// Takes the streams. Later calls do nothing.
   void lazy_init(c10::Device device);
 
-  /// The gathers to come wait for the event: they see what was written before it, by an optimizer
-  /// for example.
+  /// Makes all later gathers wait for the event, so that they see what was written before it, by an
+  /// optimizer for example.
   void gather_after(const StreamEvent& event);
 
   /// The streams for a gather: `own` ones in forward and backward, else (in a call by the user)
@@ -80,12 +80,12 @@ class CommContext {
     at::Tensor memory;
     OptionalStream stream;
     StreamEvent last_use;
-    int64_t bytes_since = 0; // that were gathered or retired
+    int64_t bytes_since = 0; // gathered or retired after this memory
   };
   /// Frees memory that the current stream was the last to use. With `overlap` it is freed behind
   /// the next gathers, so that they do not wait for this use.
   void retire(at::Tensor memory, const OptionalStream& stream, bool overlap);
-  /// Is told that a gather of so many bytes has been issued: frees what need not wait any more.
+  /// Call it after issuing a gather of `bytes`. Frees retired memory that was kept long enough.
   void gather_issued(int64_t bytes);
   void release_retired();
   const std::deque<Retired>& retired() const {
@@ -99,10 +99,11 @@ class CommContext {
   void record_forward(const std::shared_ptr<ForwardRecord>& record);
   /// The last forward before this one whose backward may still come, or null.
   std::shared_ptr<ForwardRecord> forward_before(const ForwardRecord& record) const;
+  /// For tests: returns the number of forwards that are recorded.
   size_t num_recorded() const {
     return order_.size();
   }
-  /// At the end of the last backward.
+  /// Call it at the end of the last backward.
   void forget_forwards() {
     order_.clear();
   }

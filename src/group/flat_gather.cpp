@@ -47,16 +47,16 @@ PendingGather FlatParams::start_gather(
                 : detail::start_gather(*comm, std::move(input), ranks_, streams, std::move(buffer));
 }
 
-/// Returns what this rank sends: the shard buffer itself, or one copy of it that casts, moves to
-/// the device and makes room for payloads on the way. With an `allocator` the copy is made in
-/// this rank's part of a new `buffer`, into which the gather writes then.
+/// Returns the tensor that this rank sends: the shard buffer itself, or one copy of it that casts,
+/// moves to the device and makes room for payloads. With an `allocator` the copy is made in this
+/// rank's part of a new `buffer`, into which the gather then writes.
 at::Tensor FlatParams::gather_input(AllGather* allocator, at::Tensor& buffer) {
   const bool on_device = shard_.device() == device();
   if (on_device && (layout_.sends_shards() || (alone() && layout_.all_plain()))) {
-    return shard_; // alone it is cast when it is copied out
+    return shard_; // a single rank casts in the copy-out instead
   }
   at::NoGradGuard no_grad;
-  // One transfer, cast where that is quick.
+  // All shards move to the device in one transfer, and are cast there.
   const auto shard =
       on_device || layout_.sends_shards() ? shard_ : shard_.to(device(), /*non_blocking=*/true);
   const auto payload_numel = make_payloads(shard);
@@ -86,7 +86,7 @@ at::Tensor FlatParams::gather_input(AllGather* allocator, at::Tensor& buffer) {
   return input;
 }
 
-/// Lets the extensions make what they send; returns its bytes.
+/// Calls pre_all_gather of the extensions. Returns the bytes that they send.
 int64_t FlatParams::make_payloads(const at::Tensor& shard) {
   std::vector<Payload> payloads;
   int64_t bytes = 0;

@@ -19,7 +19,7 @@ int64_t size_of(c10::ScalarType dtype) {
   return static_cast<int64_t>(c10::elementSize(dtype));
 }
 
-/// The dtype that all have, or bytes.
+/// The dtype that all items share, or Byte if there are several.
 template <class DtypeOf>
 c10::ScalarType common_dtype(const std::vector<LayoutItem>& items, DtypeOf dtype_of) {
   const auto first = dtype_of(items.front());
@@ -83,7 +83,7 @@ FlatLayout flat_layout(const std::vector<LayoutItem>& items, int64_t num_ranks) 
       layout.runs.push_back({part.shard, part.gathered, item.dtype, item.gather_dtype});
     }
   }
-  // Divides over any number of neighbouring ranks.
+  // Any group of neighbours that `divide` may use gets parts of equal size.
   layout.unsharded_numel = round_up(layout.unsharded_numel, num_ranks);
   return layout;
 }

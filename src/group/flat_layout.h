@@ -7,15 +7,15 @@
 
 namespace fsdp::detail {
 
-/// What the layout of a group needs to know of one of its parameters.
+/// The properties of a parameter that decide how it lies in its group's buffers.
 struct LayoutItem {
-  c10::ScalarType dtype = c10::ScalarType::Undefined;        // of its shard
+  c10::ScalarType dtype = c10::ScalarType::Undefined;        // of the shard
   c10::ScalarType gather_dtype = c10::ScalarType::Undefined; // of the whole
   int64_t padded_numel = 0;                                  // of every rank's shard
   bool extended = false; // sent by an extension, in a form of its own
 };
 
-/// Where a group's parameters lie in its flat buffers: numbers only. See Note
+/// The positions of a group's parameters in its flat buffers, in numbers. See Note
 /// [Flat layout of a group].
 struct FlatLayout {
   struct Span {
@@ -24,10 +24,10 @@ struct FlatLayout {
   };
   struct Part {
     Span shard;                   // in the shard buffer
-    Span gathered;                // in what one rank sends; an extended one's has no offset
+    Span gathered;                // in the input of the gather; no offset if extended
     int64_t unsharded_offset = 0; // in the freeable buffer
   };
-  /// Neighbours that are cast alike, so that they are copied together.
+  /// Parameters that lie side by side and are cast alike. They are copied together.
   struct Run {
     Span shard;
     Span gathered;
@@ -35,22 +35,22 @@ struct FlatLayout {
     c10::ScalarType gather_dtype = c10::ScalarType::Undefined;
   };
 
-  /// Of the buffers; bytes where the parameters' differ.
+  /// The dtypes of the two buffers. kByte if the parameters have several.
   c10::ScalarType shard_dtype = c10::ScalarType::Float;
   c10::ScalarType gather_dtype = c10::ScalarType::Float;
-  /// Of the parameters in the buffers: extended ones last.
+  /// The order of the parameters in the buffers. Those with an extension come last.
   std::vector<size_t> order;
   size_t num_plain = 0;
   std::vector<Part> parts; // by parameter
-  std::vector<Run> runs;   // of the plain ones
+  std::vector<Run> runs;   // of the parameters without extension
   int64_t shard_numel = 0;
-  int64_t gathered_numel = 0; // that one rank sends of the plain ones
+  int64_t gathered_numel = 0; // that one rank sends, extensions left out
   int64_t unsharded_numel = 0;
 
   bool all_plain() const {
     return num_plain == parts.size();
   }
-  /// Whether the shard buffer is what is sent.
+  /// True if the shard buffer is sent as it is.
   bool sends_shards() const;
 };
 

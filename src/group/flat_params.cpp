@@ -32,7 +32,7 @@ void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh) {
   const auto piece = TensorPiece::find(spec.param);
   const auto& group = mesh.shard_group;
   try {
-    // The pieces of the others too, so that all ranks refuse what one cannot do.
+    // Checks the pieces of all ranks, so that every rank refuses what one of them cannot shard.
     std::vector<std::vector<int64_t>> pieces{spec.param.sizes().vec()};
     if (piece) {
       pieces = piece->piece_sizes();
@@ -91,8 +91,8 @@ FlatParams::~FlatParams() {
   }
 }
 
-/// Lets the memory of whole parameters go with the last view of it, which a graph may hold. The
-/// stream that it was allocated on waits for its uses so far.
+/// Gives up the memory of the whole parameters: it is freed with its last view, which a graph may
+/// hold. First, the stream that allocated it waits for all uses so far.
 void FlatParams::abandon_whole() {
   if (const auto stream = std::exchange(whole_stream_, std::nullopt)) {
     wait_for_stream(stream, current_stream(stream->device()));
@@ -199,7 +199,7 @@ void FlatParams::attach_params() {
     options = options.device(at::kCPU).pinned_memory(
         offload_->pin_memory && has_streams(compute_device_));
   }
-  // Zeros, so that padding is the same on every rank and in every run.
+  // The padding is zero, so that it is the same on every rank and in every run.
   const auto shard = at::zeros({layout_.shard_numel}, options);
   abandon_whole();
   whole_.reset();
@@ -222,7 +222,7 @@ void FlatParams::attach_params() {
   plan_ = gather_plan();
   backend_places_ = plan_ && places_gathers(ranks_, *plan_, gathered_options);
   if (has_streams(device()) && !backend_places_) {
-    plan_.reset(); // one operator copies out
+    plan_.reset(); // one operator copies out instead
   }
 }
 
@@ -261,8 +261,8 @@ void FlatParams::attach_param(size_t k, const at::Tensor& shard) {
 std::shared_ptr<const GatherPlan> FlatParams::gather_plan() const {
   const bool by_rows = std::all_of(
       params_.begin(), params_.end(), [](const auto& param) { return param->geometry().dim == 0; });
-  // From the host a shard is copied into its place in what an ordinary gather
-  // writes to; for another one it would lie beside that on the device.
+  // An offloaded shard is copied directly into this rank's part of an ordinary gather's output. A
+  // placed gather would need a second buffer on the device.
   const bool from_host = offload_ && has_streams(device());
   if (alone() || from_host || !layout_.all_plain() || !by_rows) {
     return nullptr;
@@ -318,7 +318,7 @@ void FlatParams::check_trainable() const {
       "; move the module there, or shard it over a mesh of its device");
 }
 
-/// Offloaded shards stay on the host.
+/// Throws if an offloaded shard has left the host.
 void FlatParams::check_on_host() const {
   std::vector<std::string> elsewhere;
   for (const auto& param : params_) {

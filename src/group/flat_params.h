@@ -22,7 +22,7 @@
 
 namespace fsdp::detail {
 
-/// A parameter that a group shall manage: whole, as the user made it.
+/// A parameter that a group will manage: still whole, as the user made it.
 struct ParamSpec {
   at::Tensor param;
   std::string name;
@@ -30,12 +30,12 @@ struct ParamSpec {
   bool opaque = false; // see FSDPParam
 };
 
-/// Throws what making a group of the parameter would throw, before anything is changed.
+/// Throws if the parameter cannot be in a group. Changes nothing.
 void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh);
 
 /// The parameters of one group and their memory: a flat buffer of shards, a flat buffer of whole
-/// parameters that can be freed, and the copies between them. It knows nothing of when: the group
-/// decides that. See Note [Flat layout of a group].
+/// parameters that can be freed, and the copies between them. The group decides when to copy and
+/// free. See Note [Flat layout of a group].
 class FlatParams {
  public:
   /// Shards the parameters over `mesh`: each rank keeps its part only. All are on one device.
@@ -57,19 +57,19 @@ class FlatParams {
   const ProcessGroup& ranks() const {
     return ranks_;
   }
-  /// With one rank there is nothing to communicate.
+  /// True if there is a single rank, which has nothing to communicate.
   bool alone() const {
     return ranks_.size() == 1;
   }
-  /// Where the whole parameters are. Shards may be on the host.
+  /// The device of the whole parameters. Shards may be on the host.
   c10::Device device() const {
     return offload_ ? compute_device_ : shard_.device();
   }
-  /// Where the ranks communicate.
+  /// The device on which the ranks communicate.
   c10::Device compute_device() const {
     return compute_device_;
   }
-  /// One dimension: this rank's padded shards.
+  /// This rank's padded shards, in one dimension.
   const at::Tensor& shard() const {
     return shard_;
   }
@@ -86,12 +86,12 @@ class FlatParams {
   /// The purpose of a collective of some of the parameters, on which the ranks must agree. It is
   /// the same object as long as the parameters and their names are the same.
   const CollectiveLabel::Purpose& purpose(const std::vector<FSDPParam*>& params) const;
-  const CollectiveLabel::Purpose& purpose() const; // of all
-  /// For the log: parameters, dtypes, bytes and padding.
+  const CollectiveLabel::Purpose& purpose() const; // of all parameters
+  /// Returns parameters, dtypes, bytes and padding, for the log.
   std::string describe() const;
-  /// What the parameters take, without traffic.
+  /// The memory that the parameters take. The plan's traffic is left at 0.
   ShardingPlan::Group plan() const;
-  /// What neighbours gather, with the alignment of the parameters.
+  /// The bytes of a gather among neighbours, alignment included.
   int64_t neighbour_gather_bytes() const {
     return whole_ ? static_cast<int64_t>(whole_->tensor().nbytes()) : 0;
   }
@@ -107,9 +107,9 @@ class FlatParams {
   /// Takes over what users hold in the place of shards, see UserParam, unless the whole parameters
   /// are shown. Returns was_changed().
   bool take_replacements();
-  /// Moves what the parameters hold now into new buffers. The parameters show their shards.
+  /// Moves the parameters' current values into new buffers. The parameters show their shards.
   void build();
-  /// Throws if a parameter cannot be trained: it is on the meta device, or not where it belongs.
+  /// Throws if a parameter cannot be trained: it is on the meta device or on a wrong one.
   void check_trainable() const;
   /// Grows when somebody writes to a shard.
   uint64_t shard_version() const;
@@ -120,7 +120,7 @@ class FlatParams {
   PendingGather start_gather(const std::shared_ptr<AllGather>& comm, const GatherStreams& streams);
   /// Makes the gathered parameters the whole ones, on the current stream.
   void take(PendingGather& gathered);
-  /// Forgets what extensions sent in the gather that was started last.
+  /// Drops the payloads that extensions sent in the gather that was started last.
   void drop_payloads() {
     payloads_.clear();
   }
@@ -131,14 +131,15 @@ class FlatParams {
   Face shown() const {
     return shown_;
   }
-  /// Throws if somebody wrote to a whole parameter: that would be lost. Says so once.
+  /// Throws if somebody wrote to a whole parameter, because the write would be lost. Throws once
+  /// for each write.
   void check_whole_unwritten();
-  /// The same for writes that no version counter tells (through `.data()`, as those of
-  /// torch::optim::SGD): compares this rank's part of the whole parameters with its shards, which
-  /// must not have been written to since the gather. With `only_steps`, only where a step could
-  /// have written without an error: where the shard broadcasts to the whole parameter.
+  /// Does the same for writes that move no version counter: those through `.data()`, as
+  /// torch::optim::SGD makes them. Compares this rank's part of the whole parameters with its
+  /// shards, which must not have been written to since the gather. With `only_steps` it looks only
+  /// at parameters that a step can change without an error: their shards broadcast to the whole.
   void check_whole_values(bool only_steps);
-  /// Freed memory of whole parameters, and the stream that it was allocated on. Both are empty if
+  /// The freed memory of whole parameters, and the stream that allocated it. Both are empty if
   /// there is nothing that the caller has to keep.
   struct Freed {
     at::Tensor memory;
@@ -164,14 +165,14 @@ class FlatParams {
   void wait_for_host_copies();
 
  private:
-  /// What the extension of one parameter sent in the gather that was started last.
+  /// The payload of one parameter's extension, in the gather that was started last.
   struct Payload {
     FSDPParam* param;
     std::shared_ptr<AllGatherExtension> extension;
     AllGatherPayload payload;
   };
 
-  at::ScalarType gather_dtype(const FSDPParam& param) const; // and of compute
+  at::ScalarType gather_dtype(const FSDPParam& param) const; // also that of compute
   void check_on_host() const;
   void attach_params();
   void attach_param(size_t k, const at::Tensor& shard);
@@ -194,7 +195,7 @@ class FlatParams {
   std::string owner_;
   int64_t number_ = 0;
   int64_t model_ = 0;
-  // By the parameters that take part. Usually that is all of them, or those of one dtype.
+  // The key is the parameters that take part: usually all of them, or those of one dtype.
   mutable std::map<std::vector<FSDPParam*>, CollectiveLabel::Purpose> purposes_;
   mutable CollectiveLabel::Purpose purpose_; // of all
   FlatLayout layout_;
@@ -207,10 +208,10 @@ class FlatParams {
 
   at::Tensor shard_;
   std::unique_ptr<GuardedShards> guard_;
-  uint64_t earlier_writes_ = 0;         // to the shards before they were replaced
+  uint64_t earlier_writes_ = 0;         // to shards that were replaced since
   std::optional<FreeableBuffer> whole_; // empty if the shard is the whole
-  OptionalStream whole_stream_;         // that a placed gather allocated the memory on
-  // In layout order: views of `whole_` with one row per rank. Undefined for dims other than 0.
+  OptionalStream whole_stream_;         // the one on which a placed gather allocated the memory
+  // Views of `whole_` in layout order, with one row per rank. Undefined for dims other than 0.
   std::vector<at::Tensor> gather_targets_;
   std::vector<Payload> payloads_;
   Face shown_ = Face::Sharded;

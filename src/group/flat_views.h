@@ -6,7 +6,8 @@
 
 namespace fsdp::detail {
 
-/// `numel` elements of `dtype` from `offset` on, in elements of `flat`.
+/// A view of `flat_numel` elements from `offset` on, as elements of `dtype`. Both numbers count
+/// elements of `flat`.
 inline at::Tensor typed_view(
     const at::Tensor& flat, int64_t offset, int64_t flat_numel, at::ScalarType dtype) {
   auto view = flat_numel == flat.numel() ? flat : flat.narrow(0, offset, flat_numel);
@@ -18,8 +19,8 @@ inline at::Tensor shaped(const at::Tensor& run, const std::vector<int64_t>& size
   return run.narrow(0, 0, c10::multiply_integers(sizes)).view(sizes);
 }
 
-/// The same from an offset on, by hand instead of by operators, because it is
-/// done for every gradient in every step. Not a view, for autograd.
+/// A tensor of these sizes on the memory of `flat` from `offset` on. It is made without operators,
+/// because every step makes one for every gradient. For autograd it is not a view.
 inline at::Tensor raw_part(
     const at::Tensor& flat, int64_t offset, const std::vector<int64_t>& sizes) {
   TORCH_INTERNAL_ASSERT(offset + c10::multiply_integers(sizes) <= flat.numel());

@@ -28,7 +28,7 @@ void for_each_part(
   }
 }
 
-/// The dtype of all shards; empty if they differ.
+/// The dtype of all shards. Empty if there are several.
 std::optional<at::ScalarType> common_dtype(const std::vector<FSDPParam*>& params) {
   const auto dtype = params.front()->dtype();
   const bool common = std::all_of(
@@ -36,8 +36,8 @@ std::optional<at::ScalarType> common_dtype(const std::vector<FSDPParam*>& params
   return common ? std::optional(dtype) : std::nullopt;
 }
 
-/// True if somebody reads the reduced gradients, of that dtype, as soon as they arrive: adds them
-/// to others, casts them, or has a hook.
+/// Returns true if reduced gradients of this dtype are read at once: they are added to others,
+/// cast, or given to a hook.
 bool are_read_at_once(const std::vector<FSDPParam*>& params, at::ScalarType dtype) {
   return std::any_of(params.begin(), params.end(), [&](const auto* param) {
     const auto& held = param->user().tensor();
@@ -52,7 +52,7 @@ void add_partial_grads(const Reduction& reduction) {
   if (std::none_of(params.begin(), params.end(), [](const auto* param) {
         return param->partial_grad.defined();
       })) {
-    return; // as in most steps: no views of them are made
+    return; // as in most steps, which make no views then
   }
   at::NoGradGuard no_grad;
   for_each_part(
@@ -174,7 +174,7 @@ void GradReducer::start(ReductionQueue& queue, at::ScalarType dtype) {
     add_grads_alone(reduction, inputs, dtype);
     return;
   }
-  // Some were accumulated in the reduce dtype and others were not.
+  // Some gradients were accumulated in the reduce dtype and others were not.
   const bool mixed = std::any_of(inputs.begin(), inputs.end(), [&](const auto& input) {
     return input.grad.scalar_type() != inputs.front().grad.scalar_type();
   });
@@ -204,7 +204,7 @@ void GradReducer::start(ReductionQueue& queue, at::ScalarType dtype) {
   queue.add(std::move(reduction));
 }
 
-/// With one rank the gradients are only divided, if the user said so.
+/// Adds the gradients of a single rank, divided by the user's factor if there is one.
 void GradReducer::add_grads_alone(
     const Reduction& reduction, const std::vector<ReduceInput>& inputs, at::ScalarType dtype) {
   for (size_t i = 0; i < reduction.params.size(); ++i) {
@@ -232,7 +232,7 @@ bool GradReducer::finish_reduce_scatter(Reduction& reduction) {
       finish_grads(reduction);
     }
   }
-  // The input's memory goes back to compute.
+  // Compute may reuse the input's memory after this reduce-scatter.
   wait_for_stream(compute, scatter);
   reduction.reducing.input = at::Tensor();
   return replicas_ && reduction.all_reduce;
@@ -254,7 +254,7 @@ void GradReducer::finish_all_reduce(Reduction& reduction, const OptionalStream& 
     call_all_reduce_hook(reduction.reducing.output, stream);
     finish_grads(reduction);
   }
-  // Memory that was allocated on the other stream, and on compute, is free now.
+  // Both streams may reuse their memory after this all-reduce.
   wait_for_stream(reduction.request.stream, stream);
   wait_for_stream(compute, stream);
 }

@@ -28,7 +28,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void add_to(ShardingPlan::Group& plan) const;
   /// True if backward has left a gradient that is not reduced yet.
   bool has_grads() const;
-  /// Casts the gradients to the dtype of the reduction: more microbatches add to them in it.
+  /// Casts the gradients to the dtype of the reduction, in which later microbatches add to them.
   void accumulate();
   /// Starts the reduction of the gradients that backward has left. Collective if there are any.
   void start(ReductionQueue& queue);
@@ -38,8 +38,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
 
   // ---- Called by the ReductionQueue
 
-  /// Ends the reduce-scatter. True if an all-reduce over the replicas has to follow; else the
-  /// gradients are in place, or kept as partial sums.
+  /// Ends the reduce-scatter. Returns true if an all-reduce over the replicas has to follow.
+  /// Otherwise the gradients are in place, or kept as partial sums.
   bool finish_reduce_scatter(Reduction& reduction);
   void start_all_reduce(Reduction& reduction, const OptionalStream& stream);
   void finish_all_reduce(Reduction& reduction, const OptionalStream& stream);
@@ -52,8 +52,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   }
   /// Takes buffers from the memory of the process group.
   void allocate_from_process_group(bool enable);
-  /// The hook is given the flat reduced gradients, and may reduce them further. It runs on
-  /// `stream` if there is one, which is refused if there are replicas.
+  /// The hook gets the flat reduced gradients, and may reduce them further. It runs on `stream` if
+  /// there is one. Throws ValueError if there is one and there are replicas.
   void set_all_reduce_hook(std::function<void(at::Tensor&)> hook, OptionalStream stream);
   /// Gives reductions a process group of their own. Collective.
   void set_separate_group(bool enable);

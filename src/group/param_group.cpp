@@ -7,29 +7,26 @@
 
 #include "param/unfilled.h"
 #include "process_group/observer.h"
-#include "runtime/log.h"
 #include "runtime/range.h"
 
 namespace fsdp::detail {
 
 namespace {
 
-/// What an EventLog shows for an unshard of this purpose.
-TrainingState training_state(UnshardFor purpose) {
-  switch (purpose) {
-    case UnshardFor::Forward:
-    case UnshardFor::ForwardPrefetch:
-      return TrainingState::Forward;
-    case UnshardFor::Backward:
-    case UnshardFor::BackwardPrefetch:
-    case UnshardFor::Recomputation:
-      return TrainingState::PreBackward;
-    case UnshardFor::User:
-      return TrainingState::Idle;
-  }
-  return TrainingState::Idle;
+bool is_in_backward(UnshardFor purpose) {
+  return purpose == UnshardFor::Backward || purpose == UnshardFor::BackwardPrefetch ||
+         purpose == UnshardFor::Recomputation;
 }
 
+/// The state that an EventLog shows for an unshard of this purpose.
+TrainingState training_state(UnshardFor purpose) {
+  if (purpose == UnshardFor::User) {
+    return TrainingState::Idle;
+  }
+  return is_in_backward(purpose) ? TrainingState::PreBackward : TrainingState::Forward;
+}
+
+/// The state that an EventLog shows for a reshard at this time.
 TrainingState training_state(ReshardAfter when) {
   switch (when) {
     case ReshardAfter::Forward:
@@ -77,66 +74,6 @@ void FSDPParamGroup::set_name(const std::string& name, int64_t model, bool one_o
   }
   flat_.set_owner(name, model);
   reducer_->set_name(name);
-}
-
-void FSDPParamGroup::log_layout() const {
-  if (flat_.ranks().rank() != 0) {
-    return; // the other ranks' is the same
-  }
-  const auto& reduce_dtype = reducer_->reduce_dtype;
-  log(LogLevel::Info, c10::str(
-                          "group=\"", name_, "\" ranks=", size(), " ", flat_.describe(),
-                          " reduce_dtype=", reduce_dtype ? c10::toString(*reduce_dtype) : "same",
-                          " reshard_after_forward=", ranks_after_forward_));
-}
-
-ShardingPlan::Group FSDPParamGroup::plan() const {
-  auto plan = flat_.plan();
-  if (!flat_.alone()) {
-    plan.all_gathers = 1;
-    plan.all_gather_bytes = plan.gathered_bytes;
-    if (ranks_after_forward_ > 0) { // backward gathers what forward has freed
-      ++plan.all_gathers;
-      plan.all_gather_bytes +=
-          ranks_after_forward_ == size() ? plan.gathered_bytes : flat_.neighbour_gather_bytes();
-    }
-  }
-  reducer_->add_to(plan);
-  return plan;
-}
-
-std::vector<ProcessGroup> FSDPParamGroup::process_groups() const {
-  std::vector<ProcessGroup> groups{flat_.ranks()};
-  if (replicas_) {
-    groups.push_back(*replicas_);
-  }
-  return groups;
-}
-
-void FSDPParamGroup::visit_memory(const MemoryVisitor& visit) const {
-  flat_.visit_memory(visit); // first: the shard may be the input of a gather
-  const auto visit_gather = [&](const PendingGather& gathered) {
-    visit(&MemoryStats::communication, gathered.input);
-    visit(&MemoryStats::communication, gathered.buffer);
-  };
-  if (gather_) {
-    visit_gather(*gather_);
-  }
-  if (const auto* parked = comm->parked()) {
-    visit_gather(*parked);
-  }
-  for (const auto& each : comm->retired()) {
-    visit(&MemoryStats::gathered, each.memory);
-  }
-  const auto& queue = comm->reductions;
-  for (const auto* reductions : {&queue.reduce_scatters(), &queue.all_reduces()}) {
-    for (const auto& reduction : *reductions) {
-      if (reduction.reducer.lock() == reducer_) {
-        visit(&MemoryStats::communication, reduction.reducing.input);
-        visit(&MemoryStats::communication, reduction.reducing.output);
-      }
-    }
-  }
 }
 
 void FSDPParamGroup::lazy_init() {
@@ -198,9 +135,8 @@ void FSDPParamGroup::unshard(UnshardFor purpose) {
     drop_gather();
   }
   record_event(EventLog::Kind::Unshard, name_, training_state(purpose));
-  const bool for_backward =
-      purpose == UnshardFor::Backward || purpose == UnshardFor::BackwardPrefetch;
-  if (unshard_in_backward || !for_backward) {
+  // A forward that backward recomputes needs the parameters even if backward itself does not.
+  if (unshard_in_backward || !is_in_backward(purpose) || purpose == UnshardFor::Recomputation) {
     start_gather(purpose);
   }
 }
@@ -213,14 +149,13 @@ bool FSDPParamGroup::is_current() {
 void FSDPParamGroup::start_gather(UnshardFor purpose) {
   const Range range("all_gather", label_);
   const CollectiveLabel collective(name_, &flat_.purpose());
-  const bool in_backward = training_state(purpose) == TrainingState::PreBackward;
   const auto streams = comm->gather_streams(flat_.device(), /*own=*/purpose != UnshardFor::User);
-  if (state_ == ParamsState::Divided && in_backward) {
+  if (state_ == ParamsState::Divided && is_in_backward(purpose)) {
     gather_ = flat_.start_neighbour_gather(*all_gather_, streams);
   } else {
     lazy_init();
     if (state_ != ParamsState::Sharded) { // what is left of an earlier gather
-      to_sharded(/*overlap_next_gather=*/!in_backward);
+      to_sharded(/*overlap_next_gather=*/!is_in_backward(purpose));
     }
     gather_ = flat_.start_gather(all_gather_, streams);
     gathered_version_ = shard_version();
@@ -254,7 +189,7 @@ void FSDPParamGroup::wait_for_unshard(UnshardFor purpose) {
   try {
     gather_->wait(current);
     flat_.take(*gather_);
-  } catch (...) { // of the collective or an extension: the next unshard begins anew
+  } catch (...) { // the collective or an extension failed: the next unshard begins anew
     reset();
     throw;
   }
@@ -356,7 +291,7 @@ void FSDPParamGroup::pre_forward(bool entering) {
   const Range range("pre_forward", label_);
   if (entering) {
     whole_before_forward_ = state_ == ParamsState::Unsharded;
-    check_no_step(); // no backward came after the forward before
+    check_no_step(); // the forward before may have had no backward
   }
   unshard(UnshardFor::Forward);
   wait_for_unshard(UnshardFor::Forward);
@@ -413,7 +348,7 @@ void FSDPParamGroup::post_backward(bool keep) {
   }
   kept_for_graph_ |= keep;
   if (kept_for_graph_) {
-    // The backward of a backward needs them, until its end.
+    // The backward of this backward's graph needs the whole parameters.
   } else if (reshard_after_backward) {
     const Range resharding("post_backward_reshard", label_);
     reshard(ReshardAfter::Backward);
@@ -453,7 +388,7 @@ void FSDPParamGroup::end_backward(bool is_last, bool keep) {
     reshard(ReshardAfter::Backward);
   }
   keep_whole();
-  // With complete gradients an optimizer may step, which version counters do not always tell.
+  // If the gradients are complete, an optimizer may step. Version counters do not always show that.
   const bool complete = is_last && reduce_grads && (!replicas_ || reducer_->all_reduce_grads);
   if (state_ == ParamsState::Kept && complete) {
     enter(ParamsState::Outdated);

@@ -16,14 +16,15 @@
 
 namespace fsdp::detail {
 
-/// In which dtypes a group works, where its shards are, and what they begin with.
+/// A group's dtypes, where its shards are kept, and whether replicas start with the first one's
+/// values.
 struct GroupPolicy {
   MixedPrecisionPolicy precision;
   AnyOffloadPolicy offload;
-  bool from_first_replica = false; // replicas take over its values in the first forward
+  bool from_first_replica = false; // replicas take over its values, in the first forward
 };
 
-/// Why a group is unsharded, or waited for.
+/// The reason for which a group is unsharded or waited for.
 enum class UnshardFor : std::uint8_t {
   Forward,
   ForwardPrefetch, // of a module that runs later
@@ -37,8 +38,8 @@ enum class UnshardFor : std::uint8_t {
 enum class ReshardAfter : std::uint8_t { Forward, Backward, User };
 
 /// The parameters that are communicated together: one all-gather unshards them, one reduce-scatter
-/// reduces their gradients. This class decides when: FlatParams has the parameters' memory, and
-/// GradReducer the gradients.
+/// reduces their gradients. This class decides when that happens. FlatParams has the parameters'
+/// memory, and GradReducer reduces the gradients.
 class FSDPParamGroup {
  public:
   FSDPParamGroup(
@@ -73,9 +74,9 @@ class FSDPParamGroup {
     return state_ == ParamsState::Unsharded || state_ == ParamsState::Kept ||
            state_ == ParamsState::Outdated;
   }
-  /// What it takes, and what a step sends.
+  /// The memory that this group takes, and the bytes that a step sends.
   ShardingPlan::Group plan() const;
-  /// Those that this group communicates over.
+  /// The process groups over which this group communicates.
   std::vector<ProcessGroup> process_groups() const;
   uint64_t shard_version() const {
     return flat_.shard_version();
@@ -100,7 +101,7 @@ class FSDPParamGroup {
   /// Starts the all-gather, unless one is under way or the parameters are whole already. A gather
   /// that is out of date, because somebody has replaced or written to a shard since, is done again.
   void unshard(UnshardFor purpose);
-  /// Completes it: the modules see whole parameters. Nothing to do if no gather is under way.
+  /// Completes the gather: the modules see whole parameters. Does nothing if none is under way.
   void wait_for_unshard(UnshardFor purpose);
   /// The modules see shards, and the memory of the whole parameters is free. After forward,
   /// `set_ranks_after_forward` decides.
@@ -127,8 +128,8 @@ class FSDPParamGroup {
   void drop_unused_prefetch();
   /// Waits until offloaded shards have been read, and their gradients written.
   void wait_for_host_copies();
-  /// Back to Sharded after an error, without waiting for peers. Gradients that are not reduced yet
-  /// stay.
+  /// Returns to Sharded after an error, without waiting for peers. Gradients that are not reduced
+  /// yet stay.
   void reset();
 
   // ---- Settings
@@ -181,7 +182,7 @@ class FSDPParamGroup {
   uint64_t gathered_version_ = 0;              // of the shards that the last gather sent
   bool kept_for_graph_ = false;       // whole since a backward that made a graph (create_graph)
   bool whole_before_forward_ = false; // before the forward that is running
-  // Last, so that it ends first.
+  // The last member, so that it is destroyed first.
   const LiveMemory live_{[this](const MemoryVisitor& visit) { visit_memory(visit); }};
 };
 

@@ -23,7 +23,9 @@ namespace fsdp::detail {
 //
 //   Sharded     Each rank has its shard.
 //   Gathering   An all-gather is under way. The parameters show their shards.
-//   Unsharded   The whole parameters are in memory, and the modules see them.
+//   Unsharded   The whole parameters are in memory, and the modules see them. A group stays in this
+//               state after a backward that made a graph (create_graph), because the backward of
+//               that graph needs the whole parameters. The next backward that makes none ends this.
 //   Kept        The whole parameters are in memory, for the next microbatch, and the modules see
 //               shards: backward ended, and reshard_after_backward is off.
 //   Outdated    As Kept, but an optimizer may have written to the shards since.

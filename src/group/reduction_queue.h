@@ -14,7 +14,7 @@ class GradReducer;
 
 /// The reduction of one group's gradients of one dtype, from its start to its end.
 struct Reduction {
-  std::weak_ptr<GradReducer> reducer; // if it is gone, so are the parameters
+  std::weak_ptr<GradReducer> reducer; // null if the parameters are gone, too
   PendingReduce reducing;
   ReduceRequest request;
   std::vector<FSDPParam*> params;

@@ -61,8 +61,8 @@ class Reader {
   std::string because_;
 };
 
-// The same port for all ranks of a job, and most likely another port for another
-// job on the same host.
+// Returns the same port for all ranks of a job, and most likely another port for another job on the
+// same host.
 int derived_port(const std::string& job) {
   uint32_t hash = 2166136261u; // FNV-1a gives the same value in every process
   for (const char c : job) {
@@ -71,13 +71,28 @@ int derived_port(const std::string& job) {
   return kFirstDerivedPort + static_cast<int>(hash % kNumDerivedPorts);
 }
 
+/// Reads the variables of these names. `because` is the one that tells of the launcher.
+LaunchEnv read_ranks(
+    Reader& env,
+    const char* launcher,
+    const char* because,
+    const char* rank,
+    const char* world_size,
+    const char* local_rank,
+    const char* local_world_size) {
+  env.expect_because(because);
+  LaunchEnv launch{.launcher = launcher};
+  launch.rank = env.number(rank);
+  launch.world_size = env.number(world_size);
+  launch.local_rank = env.number(local_rank, 0);
+  launch.local_world_size = env.number(local_world_size, 0);
+  return launch;
+}
+
 LaunchEnv read_torchrun(Reader& env) {
-  env.expect_because(env.has("RANK") ? "RANK" : "WORLD_SIZE");
-  LaunchEnv launch{.launcher = "torchrun or fsdp run"};
-  launch.rank = env.number("RANK");
-  launch.world_size = env.number("WORLD_SIZE");
-  launch.local_rank = env.number("LOCAL_RANK", 0);
-  launch.local_world_size = env.number("LOCAL_WORLD_SIZE", 0);
+  auto launch = read_ranks(
+      env, "torchrun or fsdp run", env.has("RANK") ? "RANK" : "WORLD_SIZE", "RANK", "WORLD_SIZE",
+      "LOCAL_RANK", "LOCAL_WORLD_SIZE");
   launch.agent_store = env.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
   launch.attempt = env.number("TORCHELASTIC_RESTART_COUNT", 0);
   return launch;
@@ -103,12 +118,9 @@ LaunchEnv read_slurm(Reader& env) {
 }
 
 LaunchEnv read_open_mpi(Reader& env) {
-  env.expect_because("OMPI_COMM_WORLD_SIZE");
-  LaunchEnv launch{.launcher = "Open MPI"};
-  launch.rank = env.number("OMPI_COMM_WORLD_RANK");
-  launch.world_size = env.number("OMPI_COMM_WORLD_SIZE");
-  launch.local_rank = env.number("OMPI_COMM_WORLD_LOCAL_RANK", 0);
-  launch.local_world_size = env.number("OMPI_COMM_WORLD_LOCAL_SIZE", 0);
+  auto launch = read_ranks(
+      env, "Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+      "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE");
   const auto job = env.text("PMIX_NAMESPACE", env.text("OMPI_MCA_ess_base_jobid"));
   if (!job.empty()) {
     launch.master_port = derived_port(job);
@@ -117,13 +129,9 @@ LaunchEnv read_open_mpi(Reader& env) {
 }
 
 LaunchEnv read_pmi(Reader& env) {
-  env.expect_because("PMI_SIZE");
-  LaunchEnv launch{.launcher = "a PMI launcher"};
-  launch.rank = env.number("PMI_RANK");
-  launch.world_size = env.number("PMI_SIZE");
-  launch.local_rank = env.number("MPI_LOCALRANKID", 0);
-  launch.local_world_size = env.number("MPI_LOCALNRANKS", 0);
-  return launch;
+  return read_ranks(
+      env, "a PMI launcher", "PMI_SIZE", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID",
+      "MPI_LOCALNRANKS");
 }
 
 using ReadLauncher = LaunchEnv (*)(Reader& env);

@@ -6,7 +6,7 @@
 
 namespace fsdp::detail {
 
-/// What a launcher told this process through environment variables.
+/// The values that a launcher gave this process through environment variables.
 struct LaunchEnv {
   std::string launcher = "no launcher"; // for messages
   int rank = 0;

@@ -9,6 +9,7 @@
 #include <fstream>
 #include <functional>
 #include <map>
+#include <numeric>
 #include <string_view>
 #include <thread>
 
@@ -41,8 +42,8 @@ c10::intrusive_ptr<c10d::Store> file_store(const std::string& url, int world_siz
   return c10::make_intrusive<c10d::FileStore>(path, world_size);
 }
 
-/// Equal for two ranks if and only if both have the same loopback interface: the
-/// same boot of the same machine, and the same network namespace.
+/// Returns text that is equal for two ranks if and only if both have the same loopback interface:
+/// the same boot of the same machine, and the same network namespace.
 std::string machine_id() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
@@ -109,26 +110,27 @@ class StoreAllGather {
   void collect(const std::string& topic, const std::string& value, const Check& check) {
     std::vector<std::string> values(world_size_);
     values[0] = value;
-    std::vector<int> missing;
-    for (int rank = 1; rank < world_size_; ++rank) {
-      missing.push_back(rank);
-    }
+    std::vector<int> missing(world_size_ - 1);
+    std::iota(missing.begin(), missing.end(), 1);
     int64_t num_arrived = 0;
-    while (!missing.empty()) {
-      const auto arrived = [&](int rank) {
-        if (!store_.check({key(topic, rank)})) {
-          return false;
-        }
-        ++num_arrived;
-        values[rank] = store_.get_to_str(key(topic, rank));
-        const auto error = check(rank, values[rank]);
-        if (!error.empty()) {
-          end_for_all(topic, error, num_arrived);
-        }
-        return true;
-      };
-      missing.erase(std::remove_if(missing.begin(), missing.end(), arrived), missing.end());
-      if (!missing.empty() && Clock::now() >= deadline_) {
+    const auto arrived = [&](int rank) {
+      if (!store_.check({key(topic, rank)})) {
+        return false;
+      }
+      ++num_arrived;
+      values[rank] = store_.get_to_str(key(topic, rank));
+      const auto error = check(rank, values[rank]);
+      if (!error.empty()) {
+        end_for_all(topic, error, num_arrived);
+      }
+      return true;
+    };
+    for (;;) {
+      std::erase_if(missing, arrived);
+      if (missing.empty()) {
+        break;
+      }
+      if (Clock::now() >= deadline_) {
         end_for_all(
             topic,
             c10::str(
@@ -136,9 +138,7 @@ class StoreAllGather {
                 " did not arrive in time; the others did"),
             num_arrived);
       }
-      if (!missing.empty()) {
-        std::this_thread::sleep_for(milliseconds(5));
-      }
+      std::this_thread::sleep_for(milliseconds(5));
     }
     store_.set(topic + "/all", join(values, "\n"));
   }
@@ -170,12 +170,13 @@ void claim_rank(c10d::Store& store, int rank, const std::string& init_method) {
           : "");
 }
 
-/// The names and values as one line.
+/// Returns the names and values as one line.
 std::string to_line(const std::map<std::string, std::string>& values) {
   return nlohmann::json(values).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-/// Says which values of a rank are not those of rank 0. Empty if all are the same.
+/// Returns text that says which values of a rank are not those of rank 0. Empty if all are the
+/// same.
 std::string differences(
     const std::map<std::string, std::string>& mine, int rank, const std::string& line) {
   std::vector<std::string> found;
@@ -269,11 +270,11 @@ Rendezvous rendezvous(
     FSDP_CHECK_AS(
         ConfigError, method == "env://", "init_method '", method,
         "' is none of env://, tcp://host:port, file:///path");
-    auto place = launch;
-    place.world_size = rendezvous.world_size; // the options may override the launcher's
-    require_master(place);
-    master = {place.master_addr, static_cast<uint16_t>(place.master_port)};
-    store = tcp_store(rendezvous.rank == 0 && !place.agent_store, place.one_machine());
+    auto address = launch;
+    address.world_size = rendezvous.world_size; // the options may override the launcher's
+    require_master(address);
+    master = {address.master_addr, static_cast<uint16_t>(address.master_port)};
+    store = tcp_store(rendezvous.rank == 0 && !address.agent_store, address.one_machine());
   }
 
   rendezvous.store = std::move(store);

@@ -20,8 +20,8 @@ struct Listener {
 /// Throws CommError; the message says so if the port is in use.
 Listener listen_on(const std::string& host, uint16_t port);
 
-/// An address under which other machines reach this one: the source address of the
-/// route to `peer`. Any other address than loopback if `peer` is "" or loopback.
+/// Returns an address under which other machines reach this one: the source address of the route to
+/// `peer`. Any other address than loopback if `peer` is "" or loopback.
 std::string address_for_peers(const std::string& peer);
 
 /// Connects to a listening socket of `host`. Returns -1 if the connection is refused

@@ -49,7 +49,7 @@ Endpoint parse_endpoint(const std::string& text, const std::string& what) {
 }
 
 c10::intrusive_ptr<c10d::Store> serve_store(Endpoint& endpoint, bool one_machine) {
-  // Kept to the end of the process. Otherwise a rank that joins its next world could
+  // The stores are kept to the end of the process. Otherwise a rank that joins its next world could
   // reach the last world's store while that ends.
   static std::mutex mutex;
   static std::map<std::pair<uint16_t, bool>, c10::intrusive_ptr<c10d::Store>> served;

@@ -12,7 +12,7 @@
 #include <fsdp/distributed.h>
 
 #include "base/text.h"
-#include "mesh/mesh_layout.h"
+#include "layout/mesh_layout.h"
 
 namespace fsdp {
 
@@ -41,7 +41,7 @@ struct MeshState {
 
 namespace {
 
-/// The world ranks that share this rank's coordinate on all axes but `axes`.
+/// Returns the world ranks that share this rank's coordinate on all axes but `axes`.
 std::vector<int> ranks_along(const MeshRoot& root, const std::vector<int64_t>& axes) {
   auto ranks = axes_ranks(root.shape, root.coordinate, axes);
   for (auto& rank : ranks) {
@@ -91,7 +91,7 @@ void check_names(const char* function, const std::vector<std::string>& names, si
       "] the axis names ", join(names), " are not all different");
 }
 
-/// A mesh with all axes of the root.
+/// Returns a mesh with all axes of the root.
 DeviceMesh whole_mesh(std::shared_ptr<MeshRoot> root) {
   std::vector<std::vector<int64_t>> axes;
   for (size_t axis = 0; axis < root->shape.size(); ++axis) {

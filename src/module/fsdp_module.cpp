@@ -211,9 +211,9 @@ void FSDPModule::set_allocate_memory_from_process_group_for_comm(bool enable) {
 void FSDPModule::set_symm_mem_for_comm(const std::string& backend) {
   (void)state(); // throws if the module is gone
   TORCH_CHECK_NOT_IMPLEMENTED(
-      false, "[fully_shard] symmetric memory (", backend,
-      ") is only there for process groups that torch has registered, which these are not; "
-      "set_allocate_memory_from_process_group_for_comm takes memory that NCCL has registered");
+      false, "[fully_shard] there are no buffers in symmetric memory (", backend,
+      ") yet; set_allocate_memory_from_process_group_for_comm takes memory that NCCL has "
+      "registered");
 }
 
 void share_comm_ctx(const std::vector<FSDPModule>& modules) {

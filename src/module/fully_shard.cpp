@@ -79,7 +79,7 @@ void check_precision(const MixedPrecisionPolicy& policy, const std::string& name
   check(policy.output_dtype, "output_dtype");
 }
 
-// ------------------------------------------------------------ What is sharded
+// ------------------------------------------------------------ Parameters and groups
 
 /// Returns the modules that are not inside another module of the list, each once.
 std::vector<ModuleRef> outermost(const std::vector<ModuleRef>& modules) {

@@ -207,7 +207,7 @@ std::string type_name(const std::type_info& type) {
 }
 
 CallSite call_site(const torch::nn::Module& module) {
-  // Without hooks: the forward of a hooked module runs them in a scope of its own.
+  // No hooks are given here: the forward of a hooked module runs them in a scope of its own.
   return {state_of(module), &module};
 }
 

@@ -56,7 +56,7 @@ std::string quoted(const std::string& text) {
   return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-/// Microseconds, to the nanosecond, without the digits a double would lose.
+/// Returns microseconds with three decimals. A double would lose digits.
 std::string micros(int64_t ns) {
   char text[32];
   std::snprintf(
@@ -114,8 +114,8 @@ std::string name_of(const TracedCollective& collective) {
   return to_string(collective.kind) + (collective.module.empty() ? "" : " " + collective.module);
 }
 
-/// Slices of one track must not overlap: those under way at the same time go to
-/// tracks of their own.
+/// Slices of one track must not overlap, so collectives that run at the same time get different
+/// tracks.
 void write_collectives(Writer& writer, const std::vector<TracedCollective>& collectives) {
   std::array<std::vector<int64_t>, kLaneNames.size()> free_from; // by kind, of each of its tracks
   for (const auto& each : collectives) {

@@ -8,11 +8,11 @@
 
 namespace fsdp::detail {
 
-/// Is told of a tensor, and in which member of MemoryStats it counts.
+/// Called with a tensor and the member of MemoryStats in which it counts.
 using MemoryVisitor = std::function<void(int64_t MemoryStats::*, const at::Tensor&)>;
 
-/// While it lives, memory_stats calls `visit_all` on the rank that made it, to learn of tensors
-/// that may have memory.
+/// While this object lives, memory_stats on the rank that made it calls `visit_all`, which visits
+/// tensors that may have memory.
 class LiveMemory {
  public:
   explicit LiveMemory(std::function<void(const MemoryVisitor& visit)> visit_all);

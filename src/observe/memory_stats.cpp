@@ -19,10 +19,10 @@ namespace detail {
 
 namespace {
 
-// Ranks may be threads. Each looks at its own memory alone, because the other ranks' changes
+// Ranks may be threads. Each one visits only its own memory, because the other ranks change theirs
 // meanwhile.
 std::mutex live_mutex;
-std::unordered_map<const LiveMemory*, const MemoryCounter*> all_live; // and of which rank
+std::unordered_map<const LiveMemory*, const MemoryCounter*> all_live; // with its rank's counter
 
 /// The device as tensors have it: with an index, but without one on the CPU.
 c10::Device spelled_out(c10::Device device) {

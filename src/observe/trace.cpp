@@ -6,12 +6,12 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
-#include <fstream>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
 
+#include "base/check.h"
+#include "base/files.h"
 #include "observe/trace_events.h"
 #include "process_group/exchange.h"
 #include "process_group/observer.h"
@@ -23,14 +23,14 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
-constexpr int64_t kShort = 1000; // ns; what is shorter is not worth an event
+constexpr int64_t kShort = 1000; // ns; shorter spans get no event
 
 int64_t to_ns(Clock::duration duration) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count();
 }
 
-/// The two parts of "FSDP::pre_forward (layers.0)", or an empty first one for
-/// ranges that are not ours.
+/// The two parts of "FSDP::pre_forward (layers.0)". The first one is empty if the range is not
+/// ours.
 struct RangeName {
   explicit RangeName(std::string_view name) {
     constexpr std::string_view ours = "FSDP::";
@@ -61,11 +61,10 @@ struct RangeName {
 
 // Note [What a rank is doing]
 //
-// One thread does one thing at a time. `open_` is a stack of ranges that are
-// open, and of modules whose forward or backward runs: one begins when the range
-// pre_forward or pre_backward ends, and ends when post_forward or post_backward
-// begins. The innermost of them is what the thread does, but while it waits for a
-// collective it does nothing. So slices and waits fill the time without overlap.
+// A thread does one thing at a time. `open_` is a stack of open ranges, and of modules whose
+// forward or backward runs. A forward begins when the range pre_forward ends, and ends when
+// post_forward begins; backward likewise. The top of the stack is the thread's activity, except
+// while it waits for a collective. So slices and waits fill the time without overlap.
 struct Trace::Recorder : detail::CollectiveObserver {
   explicit Recorder(const TraceOptions& options) : options_(options) {
     TORCH_CHECK(!mine, "[Trace] this thread has a Trace already");
@@ -104,7 +103,7 @@ struct Trace::Recorder : detail::CollectiveObserver {
   int64_t waited() const {
     return waited_;
   }
-  /// Since 1970, in ns: clocks that only count do not agree between machines.
+  /// Nanoseconds since 1970. Steady clocks of two machines cannot be compared.
   int64_t began() const {
     return began_;
   }
@@ -119,8 +118,8 @@ struct Trace::Recorder : detail::CollectiveObserver {
   // ---------------------------------------------------------- Ranges
 
   static std::unique_ptr<at::ObserverContext> range_begins(const at::RecordFunction& range) {
-    // Not of a thread that inherited the callback, nor of a backend's work (async):
-    // other threads end that.
+    // Ignores threads that inherited the callback, and asynchronous work, which ends in another
+    // thread.
     if (mine && !range.isAsync()) {
       mine->on_range_begin(range.name());
     }
@@ -138,7 +137,7 @@ struct Trace::Recorder : detail::CollectiveObserver {
       sample_memory();
     }
     cut();
-    if (name.what == "root_pre_forward") { // what a forward that threw has left
+    if (name.what == "root_pre_forward") { // a forward that threw has left some open
       close_all(Activity::Forward);
     } else if (name.what == "post_forward") {
       close(Activity::Forward, name.module);
@@ -235,7 +234,7 @@ struct Trace::Recorder : detail::CollectiveObserver {
     return to_ns(Clock::now() - start_);
   }
 
-  /// What was done since the last cut becomes a slice.
+  /// Makes a slice of the time since the last cut.
   void cut() {
     const auto begin = std::exchange(cut_at_, now());
     const Open nothing{.name = "other"};
@@ -304,20 +303,6 @@ std::string Trace::json() {
       {detail::chrome_events(recorder_->events(), detail::current_world().rank, 0)});
 }
 
-namespace {
-
-/// False when that failed. What was there before stays until all of it is written.
-bool write_file(const std::filesystem::path& path, const std::string& text) {
-  auto part = path;
-  part += ".part";
-  std::ofstream file(part, std::ios::binary);
-  file << text << std::flush;
-  file.close();
-  return file && std::rename(part.c_str(), path.c_str()) == 0;
-}
-
-} // namespace
-
 void Trace::write(const std::filesystem::path& path) {
   stop();
   const auto began = gather_texts(std::to_string(recorder_->began()));
@@ -328,9 +313,16 @@ void Trace::write(const std::filesystem::path& path) {
   const auto rank = detail::current_world().rank;
   const auto events =
       gather_texts(detail::chrome_events(recorder_->events(), rank, recorder_->began() - first));
-  const bool good = rank != 0 || write_file(path, detail::chrome_trace(events));
-  const auto outcomes = gather_texts(good ? "good" : "failed");
-  TORCH_CHECK(outcomes[0] == "good", "[Trace] rank 0 cannot write ", path.string());
+  std::string error;
+  try {
+    if (rank == 0) {
+      detail::write_text(path, detail::chrome_trace(events));
+    }
+  } catch (const CheckpointError&) {
+    error = detail::current_exception_text();
+  }
+  const auto errors = gather_texts(error);
+  TORCH_CHECK(errors[0].empty(), "[Trace] rank 0 cannot write ", path.string(), ": ", errors[0]);
 }
 
 struct WaitTimer::Observer : detail::CollectiveObserver {

@@ -10,7 +10,7 @@
 
 namespace fsdp::detail {
 
-/// What a rank's own thread is doing.
+/// The activity of a rank's own thread.
 enum class Activity : std::uint8_t { Forward, Backward, Optimizer, Sharding, User, Other };
 
 /// Times are nanoseconds since the trace began.
@@ -27,7 +27,7 @@ struct TracedCollective {
   std::string module;
   int64_t bytes = 0;
   int64_t begin = 0;
-  int64_t end = -1; // not known: nobody waited for it
+  int64_t end = -1; // unknown until somebody waits for it
   int64_t waited = 0;
 };
 
@@ -48,7 +48,7 @@ struct TracedMemory {
   MemoryStats stats;
 };
 
-/// All that one rank recorded.
+/// The recording of one rank.
 struct TraceEvents {
   std::vector<TracedStep> steps;
   std::vector<TraceSlice> slices; // one after another
@@ -57,11 +57,11 @@ struct TraceEvents {
   std::vector<TracedMemory> memory;
 };
 
-/// The events of a Chrome trace, without the brackets around them, as process
-/// `rank`. Adds `offset` (ns) to all times.
+/// Returns the events of a Chrome trace, without the brackets around them. The rank is their
+/// process. Adds `offset` (ns) to all times.
 std::string chrome_events(const TraceEvents& events, int rank, int64_t offset);
 
-/// A whole file of such.
+/// Returns a complete Chrome trace.
 std::string chrome_trace(const std::vector<std::string>& events_by_rank);
 
 } // namespace fsdp::detail

@@ -5,7 +5,7 @@
 
 namespace fsdp::detail {
 
-// What optimizers read from archives and write to them.
+// Optimizers read their state from archives and write it to them with these functions.
 
 inline torch::IValue read_value(torch::serialize::InputArchive& archive, const char* name) {
   torch::IValue value;

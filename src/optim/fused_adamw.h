@@ -13,7 +13,7 @@
 
 namespace fsdp::detail {
 
-/// What AdamW keeps for a parameter.
+/// The state that AdamW keeps for a parameter.
 struct Moments {
   int64_t& step;
   at::Tensor& exp_avg;

@@ -25,9 +25,9 @@ struct LowPrecisionStep {
   int64_t num_steps; // that were made before this one
 };
 
-/// Throws ValueError if an option cannot be.
+/// Throws ValueError if an option has an invalid value.
 void check(const optim::LowPrecisionAdamWOptions& options);
-/// Throws ValueError if the dtype of the parameter cannot be.
+/// Throws ValueError if LowPrecisionAdamW cannot update a parameter of this dtype.
 void check_param(const at::Tensor& param, std::size_t group, std::size_t index);
 
 void run(const LowPrecisionStep& step, const optim::LowPrecisionAdamWOptions& options);

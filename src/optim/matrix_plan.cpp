@@ -8,7 +8,7 @@
 #include <numeric>
 #include <utility>
 
-#include "mesh/mesh_layout.h"
+#include "layout/mesh_layout.h"
 
 namespace fsdp::detail {
 
@@ -80,7 +80,7 @@ class BucketPlan {
     return parts;
   }
 
-  /// The ranks that hold all of the matrix. None if it is divided.
+  /// Returns the ranks that hold all of the matrix. There are none if it is divided.
   std::vector<int> holders(const Matrix& matrix) const {
     std::vector<int> found;
     for (const auto rank : c10::irange(num_ranks())) {
@@ -95,7 +95,7 @@ class BucketPlan {
     return found;
   }
 
-  /// Whether both ranks belong to one replica of the parameter.
+  /// Returns true if both ranks belong to one replica of the parameter.
   bool in_one_replica(const Matrix& matrix, int first, int second) const {
     const auto& placements = params_[matrix.param].placements;
     for (const auto axis : c10::irange(placements.size())) {

@@ -7,7 +7,7 @@
 
 #include <fsdp/placement.h>
 
-#include "tensor/box.h"
+#include "layout/box.h"
 
 namespace fsdp::detail {
 
@@ -60,7 +60,7 @@ struct PartList {
   std::vector<int64_t> splits; // how many elements there are for each rank
 };
 
-/// What this rank exchanges for some parameters.
+/// The parts that this rank exchanges for some parameters.
 struct MatrixBucket {
   std::vector<size_t> params;
   std::vector<Matrix> matrices;
@@ -82,13 +82,13 @@ struct MatrixMesh {
   int rank = 0; // this rank, as an index into the ranks of the mesh
 };
 
-/// The rows of each matrix of a parameter, before it is divided into blocks.
+/// Returns the rows of each matrix of a parameter, before it is divided into blocks.
 int64_t num_rows(at::IntArrayRef sizes);
 
-/// The matrices of a parameter. `blocks` must divide their rows.
+/// Returns the matrices of a parameter. `blocks` must divide their rows.
 std::vector<Matrix> matrices_of(const MatrixParam& param, size_t index);
 
-/// Operations of an iteration of Newton-Schulz, up to a factor.
+/// Returns the operations of an iteration of Newton-Schulz, up to a factor.
 double operations(const Matrix& matrix);
 
 /// Divides the parameters, in their order, into buckets. The ranks of a bucket have `most_numel`

@@ -33,7 +33,7 @@ int64_t numel_of(const PartList& list) {
   return std::accumulate(list.splits.begin(), list.splits.end(), int64_t{0});
 }
 
-/// Views of a buffer that holds the parts of a list, one after another.
+/// Returns views of a buffer that holds the parts of a list, one after another.
 std::vector<at::Tensor> views_of(const at::Tensor& buffer, const PartList& list) {
   std::vector<at::Tensor> views;
   int64_t offset = 0;
@@ -267,7 +267,7 @@ class MatrixSteps::Flight {
   std::map<BatchKey, Batch> gather_matrices() {
     const auto received = receive();
     std::map<BatchKey, Batch> batches;
-    std::map<size_t, at::Tensor> places;
+    std::map<size_t, at::Tensor> targets;
     for (const auto index : c10::irange(plan_.matrices.size())) {
       const auto& matrix = plan_.matrices[index];
       if (plan_.is_mine(matrix)) {
@@ -281,12 +281,12 @@ class MatrixSteps::Flight {
       batch.matrices = at::empty({count, rows, columns}, received.options());
       for (int64_t i = 0; i < count; ++i) {
         const auto index = batch.indices[i];
-        places[index] = batch.matrices[i].view(plan_.matrices[index].box.sizes);
+        targets[index] = batch.matrices[i].view(plan_.matrices[index].box.sizes);
       }
     }
     std::vector<at::Tensor> to;
     for (const auto& part : plan_.from_holders.parts) {
-      to.push_back(part_of(places.at(part.matrix), part.box));
+      to.push_back(part_of(targets.at(part.matrix), part.box));
     }
     copy_all(to, views_of(received, plan_.from_holders));
     return batches;

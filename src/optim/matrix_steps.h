@@ -20,9 +20,9 @@ at::Tensor newton_schulz(at::Tensor matrices, const optim::MuonOptions& options)
 class MatrixSteps {
  public:
   /// Makes a step ready. `updates` are all parameters of the optimizer that have matrices, also
-  /// those without a gradient. Throws ValueError if one of them or its options cannot be, and on
-  /// all ranks if the ranks bring different ones. Collective over the ranks that share the
-  /// parameters.
+  /// those without a gradient. Throws ValueError if one of them or its options has an invalid
+  /// value, and on all ranks if the ranks bring different ones. Collective over the ranks that
+  /// share the parameters.
   void prepare(const std::vector<MatrixUpdate>& updates);
   /// Makes the step. Collective in the same way.
   void run(const std::vector<MatrixUpdate>& updates);
@@ -30,7 +30,7 @@ class MatrixSteps {
   void set_exchange_numel(int64_t numel);
 
  private:
-  /// What decides the plan of a parameter.
+  /// The properties of a parameter that decide its plan.
   struct Layout {
     at::Device param_device;
     at::Device device; // where the matrices are computed

@@ -28,7 +28,7 @@ std::string text_of(const MatrixUpdate& update) {
       name.empty() ? "" : " ('" + name + "')");
 }
 
-/// A hash of what must be the same on all ranks.
+/// Returns a hash of the values that must be the same on all ranks.
 uint64_t fingerprint_of(const MatrixUpdate& update) {
   const auto& options = *update.options;
   const auto [a, b, c] = options.ns_coefficients();
@@ -49,7 +49,7 @@ uint64_t fingerprint_of(const MatrixUpdate& update) {
   return hash;
 }
 
-/// Every rank's `mine`, in rows.
+/// Returns every rank's `mine`, in rows.
 at::Tensor gathered(
     const ProcessGroup& group, at::Device device, const std::vector<int64_t>& mine) {
   const auto sent = at::tensor(mine, at::kLong).to(device);

@@ -26,15 +26,16 @@ struct MatrixUpdate {
   at::Device device() const;
 };
 
-/// Throws ValueError if an option cannot be.
+/// Throws ValueError if an option has an invalid value.
 void check_options(const optim::MuonOptions& options);
 
-/// Throws ValueError if the options or the parameter cannot be.
+/// Throws ValueError if an option has an invalid value, or if Muon cannot update the parameter.
 void check(const MatrixUpdate& update);
 
 /// Throws ValueError on all ranks if ranks that share parameters bring other ones, or other
 /// options, or if a parameter has a gradient only on some of them. Collective over these ranks. A
-/// GPU would have to finish its work for the comparison, so it takes place only if `with_gpus`.
+/// GPU would have to finish its work for the comparison. So tensors on GPUs are compared only if
+/// `with_gpus`.
 void compare_ranks(
     const std::vector<MatrixUpdate>& updates, int64_t exchange_numel, bool with_gpus);
 

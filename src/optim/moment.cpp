@@ -11,7 +11,8 @@ namespace fsdp::detail {
 namespace {
 
 constexpr auto kBlock = Moment::kBlock;
-// Of float8_e4m3fn: the smallest number above 0, and the smallest with three bits of mantissa.
+// The smallest number of float8_e4m3fn above 0, and its smallest number with three bits of
+// mantissa.
 constexpr double kSmallest = 1.0 / 512;
 constexpr double kSmallestNormal = 1.0 / 64;
 
@@ -19,15 +20,15 @@ int64_t num_blocks(int64_t numel) {
   return (numel + kBlock - 1) / kBlock;
 }
 
-/// A row for each block. The last one is filled up with zeros.
+/// Returns a row for each block. Zeros fill up the last one.
 at::Tensor in_blocks(const at::Tensor& floats) {
   const auto numel = floats.numel();
   const auto missing = num_blocks(numel) * kBlock - numel;
   return (missing == 0 ? floats : at::constant_pad_nd(floats, {0, missing})).view({-1, kBlock});
 }
 
-/// For each block a power of two, by which its numbers are divided: the largest one is above 128
-/// and at most 256 then. It is rounded to a number from 128 to 256. That gives the same scale
+/// Returns for each block a power of two, by which its numbers are divided. Then the largest one is
+/// above 128 and at most 256. It is rounded to a number from 128 to 256. That gives the same scale
 /// again, or half of it, so nothing more is lost if what was read is written again.
 at::Tensor scale_of(const at::Tensor& blocks) {
   constexpr int64_t kExponent = 0x7f800000;

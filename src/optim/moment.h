@@ -25,7 +25,7 @@ struct Moment {
   bool has_scales() const {
     return values.scalar_type() == at::kFloat8_e4m3fn;
   }
-  /// The elements [begin, end) as floats, in a new tensor. `begin` is where a block begins.
+  /// Returns the elements [begin, end) as floats, in a new tensor. `begin` is where a block begins.
   at::Tensor read(int64_t begin, int64_t end) const;
   /// Stores `floats`, which it overwrites, rounded by these bits or, if they are undefined, to the
   /// nearest number.

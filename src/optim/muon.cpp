@@ -143,7 +143,7 @@ at::Tensor Muon::step(LossClosure closure) {
       state.momentum_buffer(at::zeros_like(update.param));
     }
     detail::check_state(kMuonName, update, "momentum_buffer", state.momentum_buffer());
-    while (!matrix->param.is_same(update.param)) { // one without a gradient
+    while (!matrix->param.is_same(update.param)) { // `matrix` has no gradient
       ++matrix;
     }
     matrix->momentum = state.momentum_buffer();

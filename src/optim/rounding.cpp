@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "tensor/box.h"
+#include "layout/box.h"
 
 namespace fsdp::detail {
 
@@ -55,10 +55,10 @@ ElementNumbers::ElementNumbers(const at::Tensor& local, const std::optional<Tens
     return;
   }
   auto numbers = at::empty(local.sizes(), options_);
-  for (const auto& [box, place] : boxes) {
+  for (const auto& [box, at] : boxes) {
     auto part = numbers;
-    for (size_t dim = 0; dim < place.size(); ++dim) {
-      part = part.narrow(static_cast<int64_t>(dim), place[dim], box.sizes[dim]);
+    for (size_t dim = 0; dim < at.size(); ++dim) {
+      part = part.narrow(static_cast<int64_t>(dim), at[dim], box.sizes[dim]);
     }
     part.copy_(numbers_of(box, spec->sizes, options_));
   }

@@ -31,7 +31,8 @@ class ElementNumbers {
   /// whole.
   ElementNumbers(const at::Tensor& local, const std::optional<TensorSpec>& spec);
 
-  /// Those of the elements [begin, end), in row-major order, as a new tensor of 32-bit integers.
+  /// Returns those of the elements [begin, end), in row-major order, as a new tensor of 32-bit
+  /// integers.
   at::Tensor slice(int64_t begin, int64_t end) const;
 
  private:

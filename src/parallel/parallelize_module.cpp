@@ -10,13 +10,13 @@
 #include <utility>
 
 #include "base/text.h"
+#include "layout/shard_layout.h"
 #include "module/module_tree.h"
 #include "parallel/local_move.h"
 #include "parallel/styles.h"
 #include "param/autograd_compat.h"
 #include "param/tensor_piece.h"
 #include "runtime/stream.h"
-#include "tensor/shard_layout.h"
 
 namespace fsdp {
 
@@ -142,7 +142,7 @@ void check_dividable(
       " already, and cannot lie ", to_string(placements), " on ", at.mesh.str());
 }
 
-/// The divisions by parameter. A parameter that several modules share is divided once.
+/// Returns the divisions by parameter. A parameter that several modules share is divided once.
 using Divisions = std::map<const at::TensorImpl*, const ParamDivision*>;
 Divisions check_divisions(const std::vector<Target>& targets) {
   Divisions all;

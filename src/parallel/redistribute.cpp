@@ -7,11 +7,11 @@
 #include <set>
 #include <utility>
 
+#include "layout/shard_layout.h"
 #include "parallel/conversion.h"
 #include "parallel/local_move.h"
 #include "process_group/by_group.h"
 #include "state/autograd_hooks.h"
-#include "tensor/shard_layout.h"
 
 namespace fsdp::detail {
 

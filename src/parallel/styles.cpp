@@ -7,10 +7,10 @@
 #include <memory>
 #include <utility>
 
+#include "layout/shard_layout.h"
 #include "module/module_tree.h"
 #include "parallel/local_move.h"
 #include "param/tensor_piece.h"
-#include "tensor/shard_layout.h"
 
 namespace fsdp::detail {
 
@@ -21,19 +21,20 @@ using torch::nn::LinearImpl;
 using Tensors = ForwardHook::Tensors;
 using AtOutputs = ForwardHook::AtOutputs;
 
-/// Replaces the value of `place` while this object lives.
+/// Replaces the value of `target` while this object lives.
 template <class T>
 class ScopedReplace {
  public:
-  ScopedReplace(T& place, T value) : place_(place), kept_(std::exchange(place, std::move(value))) {}
+  ScopedReplace(T& target, T value)
+      : target_(target), kept_(std::exchange(target, std::move(value))) {}
   ~ScopedReplace() {
-    place_ = std::move(kept_);
+    target_ = std::move(kept_);
   }
   ScopedReplace(const ScopedReplace&) = delete;
   ScopedReplace& operator=(const ScopedReplace&) = delete;
 
  private:
-  T& place_;
+  T& target_;
   T kept_;
 };
 
@@ -47,7 +48,7 @@ at::Tensor& first(const Tensors& tensors, const MoveLabel& label) {
   return *tensors.front();
 }
 
-/// The size along `dim` of the whole parameter; `param` is this rank's piece of it.
+/// Returns the size along `dim` of the whole parameter; `param` is this rank's piece of it.
 int64_t whole_size(const at::Tensor& param, int64_t dim) {
   return TensorPiece::find(param)->spec().sizes[dim];
 }
@@ -259,7 +260,7 @@ void check_layout(const StyledModule& at, const char* field, const Placement& la
 
 using Divisions = std::vector<ParamDivision>;
 
-/// Of the module's own parameters: what modules inside of it make of theirs is their matter.
+/// Only the module's own parameters, not those of its submodules.
 Divisions divisions(const StyledModule& at, const Placement& weight, const Placement& bias) {
   Divisions result;
   for (const auto& item : at.module->named_parameters(/*recurse=*/false)) {

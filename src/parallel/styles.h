@@ -21,7 +21,7 @@ struct StyledModule {
   std::string text() const;
 };
 
-/// How a style places one of the module's parameters.
+/// Says how a style places one of the module's parameters.
 struct ParamDivision {
   std::string name; // relative to the module given to parallelize_module
   at::Tensor param;
@@ -38,7 +38,8 @@ std::vector<ForwardHook> forward_hooks(const StyledModule& at, const ParallelSty
 /// Returns true if the style places parameters, false if it only prepares inputs and outputs. A
 /// module can have at most one style that places parameters.
 bool divides(const ParallelStyle& style);
-/// Which of "input" and "output" the style prepares. Empty for a style that places parameters.
+/// Returns which of "input" and "output" the style prepares. Empty for a style that places
+/// parameters.
 std::vector<const char*> prepared_sides(const ParallelStyle& style);
 
 } // namespace fsdp::detail

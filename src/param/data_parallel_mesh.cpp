@@ -43,7 +43,7 @@ void check(const DeviceMesh& mesh, const DataParallelMeshDims& dims) {
   }
 }
 
-/// The named axes as one axis.
+/// Returns the named axes as one axis.
 DeviceMesh merged(const DeviceMesh& mesh, const std::vector<std::string>& names) {
   return names.size() == 1 ? mesh[names.front()] : mesh[names].flatten();
 }

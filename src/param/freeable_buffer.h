@@ -22,7 +22,7 @@ class FreeableBuffer {
   FreeableBuffer(int64_t numel, const at::TensorOptions& options, const std::string& owner);
   void set_owner(const std::string& owner);
 
-  /// 1D, the whole buffer.
+  /// The whole buffer, in one dimension.
   const at::Tensor& tensor() const {
     return tensor_;
   }
@@ -41,7 +41,7 @@ class FreeableBuffer {
   void set_memory(at::DataPtr memory);
 
   at::Tensor tensor_;
-  at::Tensor lender_; // whose memory was adopted
+  at::Tensor lender_; // the tensor whose memory was adopted
   std::string message_;
   size_t nbytes_ = 0;
   bool allocated_ = false;

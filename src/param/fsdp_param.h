@@ -85,7 +85,7 @@ class FSDPParam {
   const at::Tensor& tensor() const {
     return param_;
   }
-  /// What the user holds. That is `tensor()`, unless somebody else was set.
+  /// The holder of the parameter at rest. By default it holds `tensor()`.
   const UserParam& user() const {
     return *user_;
   }
@@ -113,9 +113,9 @@ class FSDPParam {
   Face face() const {
     return face_;
   }
-  /// Shows it in the engine's tensor.
+  /// Shows this face in the engine's tensor.
   void show(Face face);
-  /// Shows it to the user, see UserParam.
+  /// Shows this face to the user, see UserParam.
   void show_to_user(Face face);
   /// Returns true if somebody replaced the tensor's content.
   bool was_replaced() const;
@@ -153,7 +153,7 @@ class FSDPParam {
   void set_on_grad(std::function<void()> on_grad) {
     slot_->on_grad = std::move(on_grad);
   }
-  /// Sets the dtype in which gradients are summed over ranks. Empty: their own.
+  /// Sets the dtype in which gradients are summed over ranks. If empty, they keep their own.
   void set_reduce_dtype(std::optional<at::ScalarType> dtype) {
     slot_->reduce_dtype = dtype;
   }
@@ -176,7 +176,7 @@ class FSDPParam {
     return opaque_ || extension;
   }
   AllGatherInfo gather_info() const;
-  /// Frees what the user has made of gathered values.
+  /// Frees the memory of the user's leaf, see UserParam.
   void free_leaf() {
     user_->free_leaf();
   }
@@ -209,7 +209,7 @@ class FSDPParam {
   Face face_ = Face::Sharded;
 
   at::Tensor sharded_;   // ND
-  at::Tensor guarded_;   // the same; what the tensor shows at rest, see Note [Guarded shards]
+  at::Tensor guarded_;   // its alias that the tensor shows at rest, see Note [Guarded shards]
   at::Tensor unsharded_; // ND
   c10::VariableVersion sharded_version_;
   c10::VariableVersion unsharded_version_;

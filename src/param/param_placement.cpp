@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "layout/shard_layout.h"
 #include "param/fsdp_param.h"
-#include "tensor/shard_layout.h"
 
 namespace fsdp::detail {
 

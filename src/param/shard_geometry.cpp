@@ -5,7 +5,7 @@
 #include <functional>
 #include <numeric>
 
-#include "tensor/shard_layout.h"
+#include "layout/shard_layout.h"
 
 namespace fsdp::detail {
 

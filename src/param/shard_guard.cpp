@@ -27,7 +27,7 @@ bool is_guarded(const at::Tensor& tensor) {
   return tensor.defined() && tensor.key_set().has(kShardKey);
 }
 
-/// What an operator does with a weight, as far as shards are concerned.
+/// The ways in which an operator uses a weight, as far as shards are concerned.
 enum class Use : std::uint8_t { Harmless, Contracts, Broadcasts };
 
 Use use_of(std::string name) {
@@ -134,7 +134,7 @@ bool is_written(const c10::Argument& argument) {
 
 } // namespace
 
-/// What the dispatch key calls.
+/// The kernel of the guard's dispatch key.
 class ShardGuard {
  public:
   static void check(const c10::OperatorHandle& op, const OpArguments& arguments) {

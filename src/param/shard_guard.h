@@ -26,9 +26,10 @@ namespace fsdp::detail {
 // - An operator that autograd records gets a view of the shard, which stays a shard.
 // - Writes are counted, also those through `.data()`, which move no version counter.
 //
-// as_dtensor(param).to_local() has no such key: who asks for the shard gets it.
+// as_dtensor(param).to_local() has no such key, because its caller asks for the shard.
 
-/// The memory of one group's shards. Throws of an operator that must not get one of them.
+/// Guards the memory of one group's shards: throws if an operator gets a shard that it must not
+/// get.
 class GuardedShards {
  public:
   /// `name_of` returns the name of the parameter at an offset of the storage, in bytes.

@@ -4,9 +4,9 @@
 
 #include <utility>
 
-#include "mesh/mesh_layout.h"
+#include "layout/mesh_layout.h"
+#include "layout/shard_layout.h"
 #include "param/tensor_table.h"
-#include "tensor/shard_layout.h"
 
 namespace fsdp::detail {
 

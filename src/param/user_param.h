@@ -10,16 +10,16 @@ namespace fsdp::detail {
 
 enum class Face : std::uint8_t { Sharded, Unsharded };
 
-/// What a user holds of a parameter at rest: what an optimizer updates, and where the gradient
-/// goes. A C++ user holds the engine's own tensor (OwnTensor). A Python user holds a DTensor, and
-/// sees the engine's tensor only while it is whole.
+/// The user's side of a parameter at rest: the tensor that an optimizer updates and that gets the
+/// gradient. A C++ user holds the engine's own tensor (OwnTensor). A Python user holds a DTensor,
+/// and sees the engine's tensor only while it is whole.
 class UserParam {
  public:
   virtual ~UserParam() = default;
 
   /// The tensor whose requires_grad, `.grad` and hooks count.
   virtual const at::Tensor& tensor() const = 0;
-  /// Adds this rank's part of the gradient to `.grad`. Without gradients (NoGradGuard).
+  /// Adds this rank's part of the gradient to `.grad`. Called with grad mode off.
   virtual void add_grad(const at::Tensor& grad) = 0;
 
   /// Returns an object that is held while several parameters of a group are used, in the place of
@@ -36,19 +36,19 @@ class UserParam {
   }
   /// Modules do not use the leaf now: memory of its own can be freed until `leaf` is called again.
   virtual void free_leaf() {}
-  /// Returns the gradient of the engine's tensor that a gradient of the leaf amounts to. Ranks of
-  /// tensor parallelism may communicate for it.
+  /// Converts a gradient of the leaf to one of the engine's tensor. Ranks of tensor parallelism may
+  /// communicate for it.
   virtual at::Tensor grad_of_whole(const at::Tensor& grad) const {
     return grad;
   }
-  /// Returns what this rank has of a gradient in its memory.
+  /// Returns the part of a gradient that is in this rank's memory.
   virtual at::Tensor local(const at::Tensor& grad) const {
     return grad;
   }
   /// The shard has new memory. Its version counter is the one that the engine looks at.
   virtual void attached(const at::Tensor& /*shard*/) {}
-  /// Returns what the user has put in the place of the shard that was attached, or an undefined
-  /// tensor.
+  /// Returns the tensor that the user has put in the place of the attached shard, or an undefined
+  /// one.
   virtual at::Tensor replacement() const {
     return {};
   }

@@ -23,7 +23,8 @@ namespace {
 
 constexpr size_t kRecent = 4096; // calls, of a few steps
 
-/// Every rank's `mine`, a one-dimensional tensor of the same size on each. Waits for the peers.
+/// Returns every rank's `mine`, a one-dimensional tensor of the same size on each. Waits for the
+/// peers.
 at::Tensor gather(const Members& members, const at::Tensor& mine) {
   auto all = at::empty({members.backend->getSize(), mine.numel()}, mine.options());
   issue(*members.backend, {.kind = CollectiveKind::AllGather, .output = all, .input = mine})
@@ -59,7 +60,7 @@ class Unprofiled {
   const std::shared_ptr<c10::ThreadLocalDebugInfo> before_ = c10::ThreadLocalDebugInfo::current();
 };
 
-/// "rank 0: TEXT; rank 1: TEXT". Waits for the peers.
+/// Returns "rank 0: TEXT; rank 1: TEXT". Waits for the peers.
 std::string texts_of_all(const Members& members, const std::string& mine, c10::Device device) {
   const auto lengths = gather(members, numbers({static_cast<int64_t>(mine.size())}, device));
   auto padded = at::zeros({lengths.max().item<int64_t>()}, at::device(at::kCPU).dtype(at::kByte));
@@ -103,7 +104,7 @@ uint64_t fingerprint(const CollectiveCall& call) {
 
 // ------------------------------------------------------------ AgreedCalls
 
-/// What the caller gets: the backend's Work, as soon as there is one.
+/// The caller's Work. It passes on to the backend's Work as soon as there is one.
 class AgreedCalls::Passed : public c10d::Work {
  public:
   bool wait(std::chrono::milliseconds timeout) override {
@@ -260,7 +261,8 @@ void CallHistory::finish(Comparison& comparison) {
   }
 }
 
-/// Every rank is here, because every rank has seen the same hashes.
+/// Throws a CommError that says which calls differ. All ranks call this, because all have seen the
+/// same hashes.
 void CallHistory::explain(c10::Device device) {
   const auto counts = gather(members_, numbers({static_cast<int64_t>(recent_.size())}, device));
   const auto count = counts.min().item<int64_t>();

@@ -33,15 +33,15 @@ namespace fsdp::detail {
 //
 // FSDP_CHECK_COLLECTIVES=none switches off all but the first.
 
-/// The numbers of a call that must be the same on every rank, as one.
+/// Returns one number for all properties of a call that must be the same on every rank.
 uint64_t fingerprint(const CollectiveCall& call);
-/// False if FSDP_CHECK_COLLECTIVES is "none".
+/// Returns false if FSDP_CHECK_COLLECTIVES is "none".
 bool checks_collectives();
 
 /// Compares the calls of the groups that have a CallHistory. Collective over each of them.
 void compare_calls(const std::vector<ProcessGroup>& groups, c10::Device device);
 
-/// The members of a group, for those who compare their calls.
+/// The members of a group whose calls are compared.
 struct Members {
   c10::intrusive_ptr<c10d::Backend> backend;
   std::string group;
@@ -75,7 +75,7 @@ class AgreedCalls {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Request> requests_;
-  bool is_busy_ = false; // with a request that is in the queue no more
+  bool is_busy_ = false; // the thread has a request that has left the queue
   bool ends_ = false;
   std::thread thread_; // last, because it uses the others
 };

@@ -8,8 +8,8 @@
 
 namespace fsdp::detail {
 
-/// What a rank keeps for each of its groups until the group is gone. Each rank has groups of its
-/// own, also if ranks are threads, so ranks do not see each other's values.
+/// Keeps a value for each group of a rank until the group is gone. Each rank has groups of its own,
+/// also if ranks are threads, so ranks do not see each other's values.
 template <class Value>
 class ByGroup {
  public:

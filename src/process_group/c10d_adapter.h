@@ -21,7 +21,7 @@ c10::intrusive_ptr<c10d::Work> issue(c10d::Backend& backend, const CollectiveCal
 /// backends the caller uses Sum and multiplies before it or divides after it.
 bool scales_natively(const c10d::Backend& backend);
 
-/// Base of our own backends: they implement one function instead of c10d's twenty.
+/// The base of our own backends, which implement one function instead of c10d's twenty.
 class LocalBackend : public c10d::Backend {
  public:
   LocalBackend(int rank, int size, std::string name)
@@ -30,7 +30,7 @@ class LocalBackend : public c10d::Backend {
   /// Starts `call`, which has passed `check_call`.
   virtual c10::intrusive_ptr<c10d::Work> issue_call(CollectiveCall call) = 0;
 
-  /// Whether an all-gather with a GatherPlan needs only one launch per part on a GPU.
+  /// Returns true if an all-gather with a GatherPlan needs only one launch per part on a GPU.
   virtual bool places_on_devices() const {
     return false;
   }

@@ -26,7 +26,7 @@ enum class CollectiveKind : std::uint8_t {
 
 const char* to_string(CollectiveKind kind);
 
-/// What a collective of the engine is for. Ranks must agree on it.
+/// The purpose of a collective of the engine. Ranks must agree on it.
 struct CollectivePurpose {
   std::string text; // "of module 'layers.0'", for messages
   uint64_t hash; // of the model, of the module's name, and of the parameters' names, sizes and dims
@@ -43,18 +43,19 @@ struct CollectiveCall {
   int root = 0;
   std::vector<int64_t> out_splits; // all-to-all: lengths along dim 0, or empty
   std::vector<int64_t> in_splits;
-  // All-gather: where the parts of each rank's input go in the output. Null: the
-  // inputs follow one another in rank order.
+  // All-gather: where the parts of each rank's input go in the output. If it is null, the inputs
+  // follow one another in rank order.
   std::shared_ptr<const GatherPlan> plan = nullptr;
   std::shared_ptr<const CollectivePurpose> purpose = nullptr; // null: not the engine's
 
-  /// 0 without a purpose.
+  /// Returns 0 without a purpose.
   uint64_t purpose_hash() const {
     return purpose ? purpose->hash : 0;
   }
   /// "all_gather of module 'net' (out float[8], in float[2])"
   std::string str() const;
-  /// Bytes of the larger one of input and output. Gaps in a planned output do not count.
+  /// Returns the bytes of the larger one of input and output. Gaps in a planned output do not
+  /// count.
   int64_t bytes() const;
 };
 

@@ -38,8 +38,8 @@ struct RankAndSize {
   int world_size = 1;
 };
 
-/// Rank and world size for a backend without a rendezvous. `otherwise` has the
-/// values for what `options` leave open.
+/// Returns the rank and world size for a backend without a rendezvous. `otherwise` has the values
+/// that `options` leave open.
 RankAndSize rank_and_size_of(const InitOptions& options, RankAndSize otherwise) {
   const RankAndSize result{
       options.rank < 0 ? otherwise.rank : options.rank,

@@ -13,8 +13,8 @@ struct World {
   int size = 1;
 };
 World current_world();
-/// The device that the world's collectives work on: the current GPU with nccl,
-/// else the CPU. Needs a process group.
+/// Returns the device that the world's collectives work on: the current GPU with nccl, else the
+/// CPU. Needs a process group.
 c10::Device world_device();
 
 /// Returns a function that tells whether a rank has died; any thread may call it.

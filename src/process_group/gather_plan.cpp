@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <fsdp/distributed.h>
 
 #include <algorithm>
 #include <cstring>
@@ -106,6 +107,9 @@ bool places_gathers(
   const bool can = local || (backend.getBackendName() == "nccl" && is_aligned(plan, element_size));
   if (!can || asked == PlaceGathers::Always) {
     return can;
+  }
+  if (!local && nccl_shares_gpus()) {
+    return false; // each parameter would wait for the turns of all ranks on the GPU
   }
   return (!local || local->places_on_devices()) && has_large_parts(plan, element_size);
 }

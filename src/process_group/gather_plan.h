@@ -26,10 +26,9 @@ namespace fsdp::detail {
 // All ranks must decide alike, so the decision depends only on what all ranks know.
 // Streams and lifetimes: see Note [Who keeps communication buffers alive].
 
-/// Where the parts of each rank's input go in the output of an all-gather. A part
-/// of rank r goes to `out + r * numel`, so the ranks' parts form one run, which is
-/// the whole parameter. A run may end with padding. The output has room for the
-/// padding, but the padding need not be written.
+/// Says where the parts of each rank's input go in the output of an all-gather. A part of rank r
+/// goes to `out + r * numel`, so the ranks' parts form one run, which is the whole parameter. A run
+/// may end with padding. The output has room for the padding, but the padding need not be written.
 struct GatherPlan {
   /// Offsets and lengths are in elements.
   struct Part {
@@ -56,11 +55,12 @@ void place_on_device(
 /// Like `copy_parts`, as if every rank had sent `in`.
 void place_repeated(const at::Tensor& out, const at::Tensor& in, const GatherPlan& plan);
 
-/// When to place all-gathers. WhereWorthIt: on a GPU if that is faster. Always: on
-/// a GPU if the backend can, `threads` too. Never: neither on a GPU nor on the CPU.
+/// Says when to place all-gathers. WhereWorthIt places them on a GPU if that is faster. Always
+/// places them on a GPU if the backend can, `threads` too. Never places none, on a GPU or on the
+/// CPU.
 enum class PlaceGathers : std::uint8_t { WhereWorthIt, Always, Never };
 
-/// The value of FSDP_PLACED_GATHERS (auto, always, never). Tests change it.
+/// Returns the value of FSDP_PLACED_GATHERS (auto, always, never). Tests change it.
 std::atomic<PlaceGathers>& place_gathers();
 
 /// Returns true if the group is to place all-gathers with this plan and these

@@ -50,11 +50,12 @@ class BackendFactory : public std::enable_shared_from_this<BackendFactory> {
   virtual std::string diagnose() {
     return "";
   }
-  /// A store that all ranks of the world share. Null if the transport has none.
+  /// Returns a store that all ranks of the world share. Null if the transport has none.
   virtual c10::intrusive_ptr<c10d::Store> store() const {
     return nullptr;
   }
-  /// Tells which ranks are gone. Null if the transport itself reports a rank that is gone.
+  /// Returns the object that tells which ranks are gone. Null if the transport itself reports a
+  /// rank that is gone.
   virtual std::shared_ptr<Liveness> liveness() const {
     return nullptr;
   }

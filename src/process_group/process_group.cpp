@@ -34,7 +34,7 @@ struct WorkState {
 
 namespace {
 
-/// Whether the exception that is being handled is about the connection, not about one call.
+/// Returns true if the exception that is being handled is about the connection, not about one call.
 bool is_backend_error() {
   try {
     throw;
@@ -61,7 +61,10 @@ auto with_comm_errors(
   } catch (...) {
     const auto reason = current_exception_text();
     const auto factory = diagnose || is_backend_error() ? group.factory.lock() : nullptr;
-    const auto diagnosis = factory ? factory->diagnose() + "; " : "";
+    auto diagnosis = factory ? factory->diagnose() : std::string();
+    if (!diagnosis.empty()) {
+      diagnosis += "; ";
+    }
     FSDP_THROW(
         CommError, to_string(kind), module.empty() ? "" : " for module '" + module + "'",
         " in group '", group.name, "' failed on rank ", group.world_ranks[group.backend->getRank()],

@@ -8,7 +8,7 @@
 
 namespace fsdp::detail {
 
-/// What a rank keeps while it belongs to a world.
+/// The objects that a rank keeps while it belongs to a world.
 struct RankContext {
   std::shared_ptr<BackendFactory> factory; // owns this rank's groups
   ProcessGroup world;
@@ -21,10 +21,10 @@ struct RankContext {
 std::shared_ptr<RankContext> make_context(
     std::shared_ptr<BackendFactory> factory, int world_size, int local_rank);
 
-/// The calling rank's context: that of the thread if ranks are threads, else that
-/// of the process. Null if there is none.
+/// Returns the calling rank's context. It belongs to the thread if ranks are threads, else to the
+/// process. Null if there is none.
 std::shared_ptr<RankContext> current_context();
-/// The context of the process, also in threads that are ranks. Null if there is none.
+/// Returns the context of the process, also in threads that are ranks. Null if there is none.
 std::shared_ptr<RankContext> process_context();
 void set_process_context(std::shared_ptr<RankContext> context);
 void set_thread_context(std::shared_ptr<RankContext> context);

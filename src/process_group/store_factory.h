@@ -14,7 +14,7 @@
 
 namespace fsdp::detail {
 
-/// What a backend among processes needs to connect one group.
+/// The arguments of a backend that connects the processes of one group.
 struct BackendSpec {
   c10::intrusive_ptr<c10d::Store> store; // of this group only
   int rank = 0;

@@ -80,7 +80,7 @@ void MemoryCounter::reset_peak() {
   peak_.store(current(), std::memory_order_relaxed);
 }
 
-// ------------------------------------------------------------ Whose memory it is
+// ------------------------------------------------------------ Counters of ranks
 
 MemoryCounter& memory_counter() {
   return thread_counter ? *thread_counter : process_counter;

@@ -8,7 +8,7 @@
 
 namespace fsdp::detail {
 
-/// How often the calling thread used events, for tests.
+/// Counts the calling thread's uses of events, for tests.
 struct EventOperations {
   int64_t made = 0;
   int64_t records = 0;

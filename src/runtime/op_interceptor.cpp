@@ -18,11 +18,11 @@ constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 thread_local OpInterceptor* innermost = nullptr;
 
-// A dispatch key between autograd and the kernels that no tensor has. A call has it only where it
-// was added on the way to autograd, which hands it on.
+// A dispatch key between autograd and the kernels that no tensor has. A call has it only if
+// `redispatch` has added it. Autograd hands it on.
 constexpr auto kKeyBelowAutograd = c10::DispatchKey::CustomRNGKeyId;
 
-/// Who takes the place of the kernel of the operator that is now on its way through autograd.
+/// The interceptor that replaces the kernel of the operator that autograd handles now.
 thread_local OpInterceptor* replacement = nullptr;
 
 void run_below_autograd(
@@ -37,8 +37,8 @@ void run_below_autograd(
   }
 }
 
-/// Lets calls of `op` with kKeyBelowAutograd arrive in run_below_autograd. A fallback for all
-/// operators would not do: kernels that are made of other operators come before it.
+/// Sends calls of `op` with kKeyBelowAutograd to run_below_autograd. A fallback for all operators
+/// does not work: kernels that consist of other operators come before it.
 void register_below_autograd(const c10::OperatorHandle& op) {
   static std::mutex mutex;
   static auto& handles = // never given back
@@ -58,7 +58,7 @@ void register_below_autograd(const c10::OperatorHandle& op) {
   }
 }
 
-/// Sends the operator to autograd, and `by` where its kernel would run.
+/// Sends the operator to autograd. If `by` is not null, it runs in the place of the kernel.
 void redispatch(
     const c10::OperatorHandle& op,
     c10::DispatchKeySet keys,

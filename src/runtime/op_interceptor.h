@@ -8,7 +8,7 @@
 
 namespace fsdp::detail {
 
-/// What is left of a call of an operator below autograd: its kernel.
+/// The rest of an operator's call below autograd: its kernel.
 struct OpKernel {
   const c10::OperatorHandle& op;
   const c10::DispatchKeySet keys;
@@ -35,7 +35,7 @@ class OpInterceptor {
     return false;
   }
 
-  /// Whether autograd calls `instead` where it would run the operator's kernel. It records the
+  /// Whether autograd calls `instead` in the place of the operator's kernel. Autograd records the
   /// operator as always. Has an effect only if an active interceptor enters operators. The
   /// innermost one that answers yes is called.
   virtual bool replaces(const c10::OperatorHandle&, const torch::jit::Stack&) {

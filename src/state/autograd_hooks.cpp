@@ -17,7 +17,7 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-/// Passes gradients on unchanged, after a call.
+/// Makes a call, then passes the gradients on unchanged.
 class CallNode : public autograd::Node {
  public:
   CallNode(autograd::edge_list next_edges, std::function<void()> call)
@@ -43,8 +43,8 @@ NodePtr node_before(const std::vector<at::Tensor*>& tensors, std::function<void(
   return make_node<CallNode>(std::move(edges), std::move(call));
 }
 
-/// Whether a hook on this tensor is lost when it is edited in place, and it may
-/// be replaced: it is an ordinary view, of which no other holds the memory.
+/// True if an edit in place would lose a hook on this tensor and the tensor may be replaced: it is
+/// an ordinary view, and no other tensor of the list shares its memory.
 bool is_view_alone(const at::Tensor& tensor, const std::vector<at::Tensor*>& all) {
   if (!tensor.is_view() || autograd::impl::get_view_autograd_meta(tensor)->get_creation_meta() !=
                                autograd::CreationMeta::DEFAULT) {
@@ -68,7 +68,7 @@ std::vector<at::Tensor*> that_need_gradients(const std::vector<at::Tensor*>& ten
   return result;
 }
 
-/// Calls one thing if it was reached, the other if it is destroyed before.
+/// Calls `callback` at the end of backward, or `cut_off` if it is destroyed before.
 class EndOfBackward {
  public:
   EndOfBackward(std::function<void()> callback, std::function<void()> cut_off)
@@ -119,7 +119,7 @@ void call_at_each_gradient(
   const auto differentiable = that_need_gradients(tensors);
   for (auto* tensor : differentiable) {
     if (is_view_alone(*tensor, differentiable)) {
-      // An alias: an edit of it is recorded behind the node.
+      // Edits of an alias are recorded after the node.
       const auto node = node_before({tensor}, on_backward);
       auto alias = tensor->detach();
       autograd::set_history(alias, node);

@@ -1,4 +1,4 @@
-// What autograd calls: before and after the backward of a module, and at the end.
+// The functions that autograd calls before and after the backward of a module, and at its end.
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
@@ -7,6 +7,7 @@
 
 #include "base/text.h"
 #include "process_group/agreement.h"
+#include "process_group/nccl/nccl_backend.h"
 #include "runtime/range.h"
 #include "state/autograd_hooks.h"
 #include "state/fsdp_state.h"
@@ -151,8 +152,13 @@ void FSDPState::finish_states(
   }
 }
 
-/// Beside compute: on the stream of the reductions, which have ended.
+/// Compares on the stream of the reductions, which have ended: compute goes on. A comparison waits
+/// for the host, so calls that are captured for a CUDA graph are compared by a later step outside
+/// of it.
 void FSDPState::compare_calls_of(const StateContext& context, const CommContext& comm) {
+  if (context.device.is_cuda() && captures_graph()) {
+    return;
+  }
   const c10::OptionalStreamGuard on(comm.reductions.reduce_scatter_stream());
   compare_calls(context.process_groups, context.device);
 }

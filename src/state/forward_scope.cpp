@@ -15,8 +15,8 @@ bool ForwardScope::needed(const CallSite& site) {
 
 ForwardScope::ForwardScope(CallSite site)
     : site_(std::move(site)), autocast_cache_(at::autocast::is_autocast_cache_enabled()) {
-  // Autocast remembers casts of weights by their TensorImpl, which stays the
-  // same while its content changes.
+  // Autocast remembers casts of weights by their TensorImpl, which stays the same while its content
+  // changes.
   at::autocast::set_autocast_cache_enabled(false);
   try {
     begins_ = site_.state->pre_forward(site_.module);
@@ -46,7 +46,7 @@ void ForwardScope::leave() {
   }
 }
 
-/// As if it had ended, with outputs that nobody looks at.
+/// Ends the call normally, without outputs. Returns false if that throws.
 bool ForwardScope::ended_early() {
   try {
     outputs({});

@@ -191,7 +191,7 @@ void FSDPState::end_forward(const void* module, const std::vector<at::Tensor*>& 
   erase(running_, module);
   check_outputs(outputs);
   if (in_backward()) {
-    return; // recomputed
+    return; // backward recomputes this forward
   }
   const bool is_root = context_->forward_root == this && running_.empty();
   if (modules_.size() > 1) {
@@ -246,8 +246,8 @@ FSDPState::BackwardHook FSDPState::complete_forward() {
 /// Ends the outermost forward. Returns the hooks for the gradients of its outputs.
 FSDPState::BackwardHooks FSDPState::end_root_forward() {
   BackwardHooks hooks{complete_forward()};
-  // States of several modules that did not all run: as far as anybody knows, their backward begins
-  // with that of the outermost module.
+  // A state whose modules did not all run cannot know when its backward begins. It is assumed that
+  // it begins with that of the outermost module.
   for (auto weak = context_->states.rbegin(); weak != context_->states.rend(); ++weak) {
     const auto state = weak->lock();
     if (state && state.get() != this && !state->yet_to_forward_.empty() &&
@@ -260,7 +260,7 @@ FSDPState::BackwardHooks FSDPState::end_root_forward() {
   comm_->release_retired();
   context_->forward_root = nullptr;
   if (inside_backward()) {
-    return hooks; // recomputed: backward goes on with what it has
+    return hooks; // backward recomputes this forward, and needs what is gathered
   }
   for (const auto& weak : context_->states) {
     const auto state = weak.lock();
@@ -286,11 +286,11 @@ void FSDPState::forward_failed(const void* module) {
     return; // the end of backward puts things right
   }
   if (context_->forward_root == this && running_.empty()) {
-    // What earlier microbatches have accumulated is not of this forward.
+    // The gradients of earlier microbatches stay: they are not of this forward.
     reset_all(*context_, *comm_, /*drop_grads=*/false);
     return;
   }
-  // Somebody inside the outermost forward may go on.
+  // The forward around this one may catch the error and go on.
   training_state_ = TrainingState::Idle;
   yet_to_forward_.clear();
   for (const auto& group : groups_) {
@@ -298,8 +298,8 @@ void FSDPState::forward_failed(const void* module) {
   }
 }
 
-// A module that returns its own weight would hand out memory that is about to
-// be freed, or a tensor that is about to show the shard.
+// Refuses the output if it is the module's own weight: its memory is about to be freed, or it is
+// about to show the shard.
 void FSDPState::check_outputs(const std::vector<at::Tensor*>& outputs) const {
   for (const auto* output : outputs) {
     if (!output->defined() || !output->has_storage()) {

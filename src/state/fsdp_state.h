@@ -14,21 +14,21 @@ namespace fsdp::detail {
 
 class FSDPState;
 
-/// What the states under one root share.
+/// Shared by the states under one root.
 struct StateContext {
   std::vector<std::weak_ptr<FSDPState>> states; // in module order, the root first
   FSDPState* forward_root = nullptr;            // the outermost of the forwards that run
   std::vector<ProcessGroup> process_groups;     // that the groups communicate over
   c10::Device device = at::kCPU;                // of the root
   bool creates_graph = false;                   // of the backward that runs
-  uint64_t num_forwards = 0;                    // outermost ones, with gradients
+  uint64_t num_forwards = 0;                    // outermost ones that have begun with gradients
   std::vector<NodePtr> graph_begin;             // of the forward that runs, if it is checked
   bool final_callback_queued = false;
   bool is_last_backward = true;
   std::optional<StreamEvent> post_optim_event; // for the next forward
 };
 
-/// What a state is told of the module tree at and below its module.
+/// The tree of modules at and below a state's module.
 struct Subtree {
   struct Node {
     std::string name; // "" is the module itself
@@ -36,19 +36,19 @@ struct Subtree {
     std::shared_ptr<FSDPState> state;
   };
   std::vector<Node> nodes; // the sharded modules, in order
-  // Where asked for; a shared one once per site.
+  // Only if asked for. A shared tensor appears under each of its names.
   std::vector<std::pair<std::string, at::Tensor>> params;
   std::vector<std::pair<std::string, at::Tensor>> buffers;
 };
 using SubtreeFunction = std::function<Subtree(bool with_tensors)>;
 
-/// One call of fully_shard: when its groups are gathered, freed and reduced.
-/// Knows nothing of torch::nn: it is told when the forward of its modules
-/// begins and ends, and learns from autograd when backward does.
+/// The state of one call of fully_shard. Decides when its groups are gathered, freed and reduced.
+/// It does not know torch::nn: a ForwardScope tells it when the forward of its modules begins and
+/// ends, and autograd hooks tell it when their backward does.
 ///
-/// Usually it has one module and one group. Several modules (known by their
-/// addresses) share the groups: gathered for the first that runs, freed after
-/// the last. Without parameters there is no group.
+/// Usually it has one module and one group. Several modules (known by their addresses) share the
+/// groups, which are gathered for the first module that runs and freed after the last one. Without
+/// parameters there is no group.
 class FSDPState : public std::enable_shared_from_this<FSDPState> {
  public:
   using Groups = std::vector<std::shared_ptr<FSDPParamGroup>>;
@@ -60,7 +60,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
       Groups groups,
       SubtreeFunction get_subtree);
 
-  /// From the root, after lazy init; before, the module's type.
+  /// The module's name from the root, after lazy init. Before, its type.
   const std::string& name() const {
     return name_;
   }
@@ -82,7 +82,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   /// True if this call begins a forward of the state. False if another of its modules has begun
   /// it, or if backward recomputes it.
   bool pre_forward(const void* module);
-  /// `begins` is what pre_forward returned. May replace the tensors.
+  /// `begins` is the result of pre_forward. May replace the tensors.
   void replace_inputs(const std::vector<at::Tensor*>& tensors, bool begins);
   void post_forward(const void* module, const std::vector<at::Tensor*>& outputs);
   void forward_failed(const void* module);
@@ -92,7 +92,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   void unshard();
   void wait_for_unshard();
   void reshard();
-  /// Forgets an iteration that did not end: nothing is pending, all is sharded.
+  /// Forgets an iteration that did not end: drops all pending work and shards everything.
   void reset();
   /// Reduces the gradients that backwards without synchronization have left in this tree, and ends
   /// their iteration. For schedules that keep backward from doing it.
@@ -110,7 +110,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
 
   /// Keep the parameters after forward if this turns out to be the root.
   bool auto_reshard_after_forward = true;
-  /// Look into the graph of some forwards for tensors in the place of parameters.
+  /// Look into the graph of some forwards for tensors that took the place of parameters.
   bool checks_graph = true;
   MixedPrecisionPolicy precision;
   std::vector<at::Tensor> ignored_params;
@@ -173,7 +173,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   std::shared_ptr<CommContext> comm_ = std::make_shared<CommContext>();
   TrainingState training_state_ = TrainingState::Idle;
   std::vector<const void*> running_;        // inside their forward
-  std::vector<const void*> yet_to_forward_; // of several modules
+  std::vector<const void*> yet_to_forward_; // only if there are several modules
 };
 
 } // namespace fsdp::detail

@@ -30,7 +30,7 @@ Leaves leaves_of(const ForwardGraph& forward) {
     }
   };
   for (const auto& node : forward.begin) {
-    seen.insert(node.get()); // what is behind an input is not the module's
+    seen.insert(node.get()); // the graph behind an input is not the module's
   }
   for (const auto* output : forward.outputs) {
     visit(output->defined() ? output->grad_fn().get() : nullptr);

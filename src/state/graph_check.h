@@ -10,10 +10,10 @@
 
 namespace fsdp::detail {
 
-/// The nodes at which the graph of a forward begins: those of its inputs.
+/// The nodes at which the graph of a forward begins: the nodes of its inputs.
 std::vector<NodePtr> graph_begin(const std::vector<at::Tensor*>& inputs);
 
-/// What a forward of a root has computed with, as far as the check needs to know.
+/// The parts of a root's forward that check_graph looks at.
 struct ForwardGraph {
   std::string module;
   std::vector<at::Tensor*> outputs;
@@ -23,10 +23,10 @@ struct ForwardGraph {
 };
 
 /// A member that was replaced after fully_shard (`net->head->weight = w`, `net->head = Linear(6,
-/// 5)`) is used by forward, but is not registered: it would be trained without the other ranks, and
-/// the registered one not at all. C++ cannot tell when it happens, but the graph shows it. Throws
-/// if the graph reaches a tensor that is no parameter, of the sizes of a parameter that it does not
-/// reach. Warns of any other such tensor.
+/// 5)`) is used by forward, but is not registered. It would be trained without the other ranks, and
+/// the registered one not at all. C++ cannot tell when that happens, but the graph shows it. Throws
+/// if the graph reaches a tensor that is not a parameter but has the sizes of a parameter
+/// that the graph misses. Warns of any other tensor that is not a parameter.
 void check_graph(const ForwardGraph& forward);
 
 } // namespace fsdp::detail

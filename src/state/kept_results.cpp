@@ -11,7 +11,7 @@ namespace fsdp::detail {
 
 namespace {
 
-/// Where the operator has its probability of dropout among the arguments, if it has one.
+/// Returns the index of the argument that is the probability of dropout, if the operator has one.
 std::optional<size_t> dropout_argument(const c10::OperatorHandle& op) {
   const auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -29,8 +29,8 @@ bool is_recorded(c10::ArrayRef<c10::IValue> arguments) {
   return recorded && at::GradMode::is_enabled();
 }
 
-/// Whether the results can be watched: numbers, and tensors with memory of their own. What shares
-/// memory with an argument is quick to make again.
+/// Whether the results can be watched: they are numbers, and tensors with memory of their own. A
+/// result that shares memory with an argument need not be kept, as it is quick to make again.
 bool can_watch(const RanOperator& ran) {
   bool can = true;
   for (const auto& value : ran.results) {
@@ -77,7 +77,7 @@ std::vector<c10::IValue> aliases_of(c10::ArrayRef<c10::IValue> values) {
   return aliases;
 }
 
-/// Set while a kernel runs: what it calls belongs to it.
+/// True while a kernel runs. Operators that the kernel calls do not count.
 thread_local bool in_kernel = false;
 
 } // namespace

@@ -13,12 +13,12 @@
 
 namespace fsdp::detail {
 
-// Note [Selective activation checkpointing]
+// Note [Selective recomputation]
 //
-// A checkpointed call with a SavePolicy keeps the results of some operators. When backward makes
+// A recomputed call with a SavePolicy keeps the results of some operators. When backward makes
 // the call again, autograd records these operators as in the first call, with the same saved
-// tensors, but their kernels do not run: what they returned the first time takes their place. This
-// is how Python's create_selective_checkpoint_contexts works. Unlike there, the policy is asked in
+// tensors, but their kernels do not run: the results of the first time take their place. This is
+// how Python's create_selective_checkpoint_contexts works. Unlike there, the policy is asked in
 // the first call only. The second call finds a result by the operator and the number of the call.
 //
 // Only operators that autograd records are counted: both calls make the same of these, or backward
@@ -49,7 +49,7 @@ void for_each_tensor(c10::ArrayRef<c10::IValue> values, const Visit& visit) {
 /// (its calls are not seen below autograd) and does not always draw random numbers.
 bool can_keep_results(const c10::OperatorHandle& op);
 
-/// The results that one checkpointed call keeps. Must outlive its interceptors.
+/// The results that one recomputed call keeps. Must outlive its interceptors.
 class KeptResults {
  public:
   explicit KeptResults(std::shared_ptr<SavePolicy> policy) : policy_(std::move(policy)) {}
@@ -57,11 +57,11 @@ class KeptResults {
   KeptResults(const KeptResults&) = delete;
   KeptResults& operator=(const KeptResults&) = delete;
 
-  /// While it lives, in the first call: keeps what the policy wants. At its end it drops what was
-  /// written to.
+  /// Keeps the results that the policy wants while the interceptor lives: during the first call.
+  /// The interceptor's destructor drops results that were written to.
   std::unique_ptr<OpInterceptor> keep();
-  /// While it lives, in a repeated call: gives back what was kept. Forgets it at once, unless it
-  /// will be needed `once_more`.
+  /// Gives back the kept results while the interceptor lives: during a repeated call. Forgets each
+  /// result at once, unless it will be needed `once_more`.
   std::unique_ptr<OpInterceptor> reuse(bool once_more);
 
  private:
@@ -87,7 +87,7 @@ class KeptResults {
 
   const std::shared_ptr<SavePolicy> policy_;
   std::unordered_map<c10::OperatorName, std::deque<Entry>> entries_;
-  /// Whose memory a kept result is. Only during the first call.
+  /// The entry that owns each memory. Filled only during the first call.
   std::unordered_map<const c10::StorageImpl*, Entry*> by_memory_;
 };
 

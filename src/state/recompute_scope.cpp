@@ -27,28 +27,26 @@ using torch::autograd::get_current_graph_task_id;
 using torch::autograd::SavedVariable;
 using torch::autograd::SavedVariableHooks;
 
-// Note [Activation checkpointing]
+// Note [Recomputed calls]
 //
-// In a checkpointed call every tensor that autograd saves goes through hooks
-// that keep a number and drop the tensor. Backward asks for one of them back:
-// then the call is made again, in the middle of backward but without a backward
-// of its own, and what it saves is put in the places of what was dropped, in
-// order. As in Python's non-reentrant form:
+// In a recomputed call every tensor that autograd saves goes through hooks that drop the tensor and
+// keep a slot for it. When backward asks for the first of these tensors, the call is made again, in
+// the middle of backward but without a backward of its own. The tensors that it saves fill the
+// slots, in order. This is Python's non-reentrant form:
 //
-// - Hooks own their slot and share the frame; the frame knows slots weakly, and
-//   keeps the arguments. So all of it ends with the graph.
-// - The arguments are saved as an operator saves them: in another checkpointed
-//   call they are dropped in turn, and asking for them recomputes that one
-//   first; one that was edited in place is an error.
-// - What was recomputed belongs to one backward, and goes when it is used.
+// - Hooks own their slot and share the frame. The frame holds slots weakly, and owns the arguments.
+//   So all of it ends with the graph.
+// - The arguments are saved as an operator saves them. Inside another recomputed call they are
+//   dropped, too, and asking for them recomputes that call first. It is an error if an argument was
+//   edited in place.
+// - A recomputed tensor belongs to one backward, and leaves its slot when it is used.
 //
-// Results of operators that a policy keeps: see Note [Selective activation checkpointing].
+// A policy may keep results of operators: see Note [Selective recomputation].
 
 // ------------------------------------------------------------ The surroundings
 
-/// Where the call may draw random numbers: where its arguments are, and on the
-/// current accelerator, to which a root moves its inputs. None is initialized
-/// for this.
+/// The accelerators on which the call may draw random numbers: those of its arguments and the
+/// current one, to which a root moves its inputs. Initializes no accelerator.
 std::vector<c10::Device> accelerators(const std::vector<at::Tensor>& tensors) {
   std::vector<c10::Device> devices;
   const auto add = [&](c10::Device device) {
@@ -77,19 +75,19 @@ bool other_ranks_are_threads() {
 
 // ------------------------------------------------------------ What was saved
 
-/// A place for a tensor that was dropped.
+/// The slot of a tensor that was dropped.
 struct Slot {
   at::Tensor tensor; // from recomputation until it is used
 };
 
-/// What must be the same when it is saved again.
+/// The properties that the repeated call's tensor must have, too.
 struct TensorProperties {
   explicit TensorProperties(const at::Tensor& tensor)
       : dtype(tensor.scalar_type()), device(tensor.device()) {
     if (!tensor.is_nested()) {
       sizes = tensor.sizes().vec();
     }
-    // Buffers may change in each call; what has a gradient may not.
+    // Each call may write to a buffer, but not to a tensor with a gradient.
     if (tensor.requires_grad()) {
       version = tensor._version();
     }
@@ -107,7 +105,7 @@ std::ostream& operator<<(std::ostream& out, const TensorProperties& properties) 
              << properties.device;
 }
 
-// ------------------------------------------------------------ A checkpointed call
+// ------------------------------------------------------------ A recomputed call
 
 class Frame : public HookSource, public std::enable_shared_from_this<Frame> {
  public:
@@ -156,14 +154,14 @@ class Frame : public HookSource, public std::enable_shared_from_this<Frame> {
   std::optional<RepeatableDraws> draws_;
   std::optional<KeptResults> kept_;
   const AutocastState autocast_ = AutocastState::current();
-  bool complete_ = false; // else backward runs inside of the call
+  bool complete_ = false; // false if backward runs inside of the call
   std::vector<std::weak_ptr<Slot>> slots_;
   std::vector<TensorProperties> properties_;
   std::mutex mutex_; // on an accelerator, backward may run in several threads
   int task_ = -1;    // the backward that the slots were filled for
 };
 
-/// In the call: keeps a place.
+/// Hook of the first call: drops the tensor and remembers its slot.
 class Drop : public SavedVariableHooks {
  public:
   explicit Drop(std::shared_ptr<Frame> frame) : frame_(std::move(frame)) {}
@@ -185,7 +183,7 @@ std::unique_ptr<SavedVariableHooks> Frame::make_hooks() {
 
 // ------------------------------------------------------------ Its recomputation
 
-/// Ends a recomputation. No std::exception, which a forward may well handle.
+/// Thrown to end a recomputation early. Not a std::exception, because a forward may catch those.
 struct Stop {};
 
 class Recomputation;
@@ -209,7 +207,7 @@ class Recomputation : public HookSource {
     return stopped == this;
   }
 
-  /// Without its graph, of which the result would otherwise be a part.
+  /// Stores the tensor detached, so that it does not keep the recomputed graph alive.
   at::Tensor add(const at::Tensor& tensor) {
     const auto index = num_saved_++;
     auto data = tensor.requires_grad() ? tensor.detach() : tensor;
@@ -219,7 +217,7 @@ class Recomputation : public HookSource {
         slot->tensor = data;
       }
     }
-    // Not through an engine that runs another backward in the call.
+    // Does not throw inside a backward that the call itself runs.
     if (frame_.options_.early_stop && num_saved_ >= frame_.slots_.size() && unstoppable == 0 &&
         get_current_graph_task_id() == task_) {
       stopped = this;
@@ -228,7 +226,7 @@ class Recomputation : public HookSource {
     return data;
   }
 
-  /// What was not as in the call itself, if anything.
+  /// The first difference from the first call. Empty if there is none.
   std::string difference() const {
     const auto expected = frame_.slots_.size();
     const bool may_be_more = frame_.options_.early_stop || !frame_.complete_;
@@ -259,8 +257,8 @@ class Recomputation : public HookSource {
   std::string difference_;
 };
 
-/// In recomputation: fills the place. The graph that is recorded meanwhile keeps
-/// the tensor too, for a call that runs a backward of its own.
+/// Hook of the repeated call: fills the slot. Also keeps the tensor, because the call may run a
+/// backward of its own.
 class Keep : public SavedVariableHooks {
  public:
   explicit Keep(Recomputation& recomputation) : recomputation_(recomputation) {}

@@ -1,4 +1,4 @@
-// The first forward: who is the root, what belongs to it, and under which name.
+// The first forward finds the root, the states below it, and the names of modules and parameters.
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 
 namespace fsdp::detail {
 
-// The first module whose forward runs is the root of all that is below it. Only
-// when nothing was found wrong do the states learn of it.
+// The first module whose forward runs is the root of all modules below it. The states are told only
+// after all checks have passed.
 void FSDPState::lazy_init() {
   TORCH_CHECK(
       modules_.size() == 1, "[fully_shard] requires a single root module, but '", name_,
@@ -64,7 +64,8 @@ void FSDPState::lazy_init() {
   comm_->lazy_init(device_);
   warn_of_unmanaged_params(below);
   if (auto_reshard_after_forward) {
-    // Its backward begins at once: it would be freed only to be gathered.
+    // The root's backward follows at once. Freeing its parameters would cost a gather and save
+    // nothing.
     for (const auto& group : groups_) {
       group->set_ranks_after_forward(0);
     }
@@ -81,7 +82,7 @@ void FSDPState::set_names(const Subtree& below) {
       state.name_ = named.insert(&state).second ? node.name : state.name_ + ", " + node.name;
     }
   }
-  // The least of its groups' numbers is that of the model: the order of its own groups may differ.
+  // The smallest number of its groups is the model's number: their order may differ.
   auto model = std::numeric_limits<int64_t>::max();
   for (const auto& node : below.nodes) {
     for (const auto& group : node.state->groups_) {
@@ -103,8 +104,8 @@ void FSDPState::set_names(const Subtree& below) {
   }
 }
 
-// A shared parameter is gathered when a module of its group runs; a site outside
-// of these would see the shard.
+// A shared parameter is gathered when a module of its group runs. A module outside of the group
+// would see the shard.
 void FSDPState::check_shared_params(const Subtree& below) {
   std::unordered_map<const FSDPParam*, std::vector<std::string>> reaches;
   for (const auto& node : below.nodes) {
@@ -135,7 +136,7 @@ void FSDPState::check_shared_params(const Subtree& below) {
 void FSDPState::check_filled(const Subtree& below) {
   std::unordered_set<const at::TensorImpl*> seen;
   std::vector<std::string> unfilled;
-  std::vector<std::string> on_meta; // beside sharded parameters, which say so themselves
+  std::vector<std::string> on_meta; // without sharded parameters, whose groups check this
   for (const auto* tensors : {&below.params, &below.buffers}) {
     for (const auto& [name, tensor] : *tensors) {
       if (!seen.insert(tensor.unsafeGetTensorImpl()).second) {

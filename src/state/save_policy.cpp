@@ -113,7 +113,7 @@ class SaveWithin : public SavePolicy {
     bool is_needed = false;  // backward asks for it
     bool is_written = false; // so there is no use in keeping it
     bool chosen = false;
-    // Since the last backward.
+    // These are counted since the last backward.
     double flops = 0;
     int64_t bytes = 0;
     int64_t num_asked = 0;

@@ -14,9 +14,8 @@ namespace autograd = torch::autograd;
 
 thread_local HookSource* innermost = nullptr;
 
-/// Autograd asks its engine for default hooks, and that is the only way to give
-/// it some. All else is left to the engine that was there before: a second one
-/// would have no threads for devices, which are started once per process.
+/// Only an engine can give autograd default hooks. This one passes everything else to the engine
+/// that was there before, which owns the threads of the devices.
 class EngineWithHooks : public autograd::Engine {
  public:
   explicit EngineWithHooks(autograd::Engine& engine) : engine_(engine) {}
@@ -48,7 +47,7 @@ class EngineWithHooks : public autograd::Engine {
   autograd::Engine& engine_;
 };
 
-/// Never destroyed: somebody may run backward while the process ends.
+/// Never destroyed, because a backward may run while the process ends.
 autograd::Engine& engine_with_hooks() {
   static auto& engine = *new EngineWithHooks(autograd::Engine::get_default_engine());
   return engine;

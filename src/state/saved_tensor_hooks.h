@@ -13,8 +13,8 @@ class HookSource {
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() = 0;
 };
 
-/// While it lives, tensors that autograd saves in the calling thread go through
-/// the source's hooks, and not through those of an outer one.
+/// While this object lives, tensors that autograd saves in the calling thread go through the
+/// source's hooks, and not through those of an outer SavingThrough.
 class SavingThrough {
  public:
   explicit SavingThrough(HookSource& source);

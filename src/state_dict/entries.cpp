@@ -43,7 +43,7 @@ at::IntArrayRef whole_sizes(const Entry& entry) {
   return entry.spec ? at::IntArrayRef(entry.spec->sizes) : entry.local.sizes();
 }
 
-/// "a, b and 3 more"
+/// Returns text such as "a, b and 3 more".
 std::string some_of(const std::vector<std::string>& names) {
   constexpr size_t kShown = 10;
   const std::vector shown(names.begin(), names.begin() + std::min(names.size(), kShown));
@@ -244,7 +244,7 @@ bool moves(const Entry& entry, const Value& value) {
                      entry.spec->placements == placed->placements());
 }
 
-/// A hash of the tensors that the ranks have to move: all ranks must have the same.
+/// Returns a hash of the tensors that the ranks have to move. It must be the same on all ranks.
 int64_t print_of_moves(const std::vector<Entry>& entries, const StateDict& state) {
   std::string text;
   for (const auto& entry : entries) {

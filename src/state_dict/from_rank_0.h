@@ -8,7 +8,7 @@ namespace fsdp::detail {
 
 // Sends data that only rank 0 has to all ranks of the world.
 
-/// True without a process group too.
+/// Returns true on rank 0, and without a process group.
 bool is_rank_0();
 
 /// Returns rank 0's tensor. The other ranks pass a tensor of the same sizes and dtype. Collective.

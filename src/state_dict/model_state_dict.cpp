@@ -11,8 +11,8 @@ namespace {
 
 using detail::Entry;
 
-/// Returns the entries in Python's order: of each module its parameters, its buffers, then the
-/// entries of its submodules. All buffers are included: LibTorch has no non-persistent buffers.
+/// Returns the entries in Python's order: a module's parameters, its buffers, then the entries of
+/// its submodules. All buffers are included: LibTorch has no non-persistent buffers.
 std::vector<Entry> entries_of(torch::nn::Module& root, bool ignore_frozen, bool setting) {
   std::vector<Entry> entries;
   detail::walk(root, [&](const std::string& prefix, torch::nn::Module& module) {

@@ -29,19 +29,23 @@ namespace optim = torch::optim;
 
 // ------------------------------------------------------------ Optimizers
 //
-// What each optimizer keeps for a parameter of `num_dims` dims, under Python's names.
-// `hyper(name, value)` is called for each option, `number(name, value, used)` for each number of
-// the state, and `tensor(name, tensor, used, start)` for each tensor of the state, which has the
-// sizes of the parameter. `used` says whether these options need it. A new tensor is filled with
-// `start`; its dtype is that of the parameter, unless a last argument gives another one. If what is
-// stored does not have the sizes of the parameter and a common dtype, `unpack` makes it so, and
-// `pack` stores it again.
+// Each Kind lists the state that an optimizer keeps for a parameter of `num_dims` dims, under
+// Python's names. `hyper(name, value)` is called for each option, `number(name, value, used)` for
+// each number of the state, and `tensor(name, tensor, used, start)` for each tensor of the state,
+// which has the sizes of the parameter. `used` says whether these options need it. A new tensor is
+// filled with `start`; its dtype is that of the parameter, unless a last argument gives another
+// one. If what is stored does not have the sizes of the parameter and a common dtype, `unpack`
+// makes it so, and `pack` stores it again.
 
-template <class Optimizer, class OptionsType, class StateType>
-struct AdamKind {
+template <class Optimizer, class OptimizerOptions, class ParamState>
+struct Types {
   using Type = Optimizer;
-  using Options = OptionsType;
-  using State = StateType;
+  using Options = OptimizerOptions;
+  using State = ParamState;
+};
+
+template <class Optimizer, class Options, class State>
+struct AdamKind : Types<Optimizer, Options, State> {
   static void options(Options& options, auto hyper) {
     hyper("lr", options.lr());
     hyper("betas.0", std::get<0>(options.betas()));
@@ -58,10 +62,7 @@ struct AdamKind {
   }
 };
 
-struct SGDKind {
-  using Type = optim::SGD;
-  using Options = optim::SGDOptions;
-  using State = optim::SGDParamState;
+struct SGDKind : Types<optim::SGD, optim::SGDOptions, optim::SGDParamState> {
   static void options(Options& options, auto hyper) {
     hyper("lr", options.lr());
     hyper("momentum", options.momentum());
@@ -74,10 +75,7 @@ struct SGDKind {
   }
 };
 
-struct RMSpropKind {
-  using Type = optim::RMSprop;
-  using Options = optim::RMSpropOptions;
-  using State = optim::RMSpropParamState;
+struct RMSpropKind : Types<optim::RMSprop, optim::RMSpropOptions, optim::RMSpropParamState> {
   static void options(Options& options, auto hyper) {
     hyper("lr", options.lr());
     hyper("alpha", options.alpha());
@@ -94,10 +92,7 @@ struct RMSpropKind {
   }
 };
 
-struct AdagradKind {
-  using Type = optim::Adagrad;
-  using Options = optim::AdagradOptions;
-  using State = optim::AdagradParamState;
+struct AdagradKind : Types<optim::Adagrad, optim::AdagradOptions, optim::AdagradParamState> {
   static void options(Options& options, auto hyper) {
     hyper("lr", options.lr());
     hyper("lr_decay", options.lr_decay());
@@ -111,10 +106,7 @@ struct AdagradKind {
   }
 };
 
-struct MuonKind {
-  using Type = fsdp::optim::Muon;
-  using Options = fsdp::optim::MuonOptions;
-  using State = fsdp::optim::MuonParamState;
+struct MuonKind : Types<fsdp::optim::Muon, fsdp::optim::MuonOptions, fsdp::optim::MuonParamState> {
   static void options(Options& options, auto hyper) {
     hyper("lr", options.lr());
     hyper("weight_decay", options.weight_decay());
@@ -142,10 +134,10 @@ struct MuonKind {
   }
 };
 
-struct LowPrecisionAdamWKind {
-  using Type = fsdp::optim::LowPrecisionAdamW;
-  using Options = fsdp::optim::LowPrecisionAdamWOptions;
-  using State = fsdp::optim::LowPrecisionAdamWParamState;
+struct LowPrecisionAdamWKind : Types<
+                                   fsdp::optim::LowPrecisionAdamW,
+                                   fsdp::optim::LowPrecisionAdamWOptions,
+                                   fsdp::optim::LowPrecisionAdamWParamState> {
   static void options(Options& options, auto hyper) {
     hyper("lr", options.lr());
     hyper("betas.0", std::get<0>(options.betas()));

@@ -11,7 +11,7 @@ namespace fsdp {
 
 namespace {
 
-/// The default generators, by the names of their devices.
+/// Returns the default generators, by the names of their devices.
 std::vector<std::pair<std::string, at::Generator>> generators() {
   std::vector<std::pair<std::string, at::Generator>> found;
   const auto add = [&](c10::DeviceType type) {

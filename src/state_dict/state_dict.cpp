@@ -56,7 +56,7 @@ const StateDict::Value& StateDict::at(std::string_view key) const {
 }
 
 StateDict::Value& StateDict::at(std::string_view key) {
-  return const_cast<Value&>(std::as_const(*this).at(key)); // NOLINT
+  return const_cast<Value&>(std::as_const(*this).at(key));
 }
 
 std::vector<std::string> StateDict::keys() const {

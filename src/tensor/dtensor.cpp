@@ -6,8 +6,8 @@
 #include <numeric>
 #include <utility>
 
+#include "layout/shard_layout.h"
 #include "tensor/redistribute.h"
-#include "tensor/shard_layout.h"
 
 namespace fsdp {
 

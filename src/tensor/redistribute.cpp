@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "tensor/shard_layout.h"
+#include "layout/shard_layout.h"
 
 namespace fsdp::detail {
 
@@ -26,7 +26,7 @@ at::Tensor padded_rows(const at::Tensor& tensor, int64_t dim, int64_t length) {
   return padded;
 }
 
-/// The rows that rank `index` takes in `step`.
+/// Returns the rows that rank `index` takes in `step`.
 at::Tensor take(const at::Tensor& rows, const ShardStep& step, int64_t index) {
   const auto runs = step.runs(rows.size(0), index);
   if (runs.size() == 1) {
@@ -56,7 +56,7 @@ at::Tensor put_together(
   return rows;
 }
 
-/// All ranks' parts of `rows` in `step`, each padded to the longest part, in one contiguous
+/// Returns all ranks' parts of `rows` in `step`, each padded to the longest part, in one contiguous
 /// [ranks, longest, ...] tensor.
 at::Tensor padded_parts(const at::Tensor& rows, const ShardStep& step) {
   const auto longest = step.length(rows.size(0), 0);
@@ -134,7 +134,7 @@ class Redistribution {
   std::vector<ShardStep> steps(const std::vector<Placement>& placements, int64_t dim) const {
     return shard_steps(placements, now_.mesh.shape(), dim);
   }
-  /// This rank's length of `dim` before the last step of `done`.
+  /// Returns this rank's length of `dim` before the last step of `done`.
   int64_t length_before_last(const std::vector<ShardStep>& done, int64_t dim) const {
     return local_length(now_.sizes[dim], {done.begin(), done.end() - 1}, coordinate_);
   }

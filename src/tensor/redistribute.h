@@ -9,7 +9,7 @@
 
 namespace fsdp::detail {
 
-/// How a tensor of `sizes` is placed on a mesh.
+/// Says how a tensor of `sizes` is placed on a mesh.
 struct TensorSpec {
   DeviceMesh mesh;
   std::vector<Placement> placements; // normalized

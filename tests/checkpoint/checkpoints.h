@@ -11,8 +11,8 @@
 #include <sstream>
 
 #include "base/check.h"
+#include "base/files.h"
 #include "checkpoint/catalog.h"
-#include "checkpoint/files.h"
 #include "checkpoint/manifest.h"
 #include "support/processes.h"
 #include "support/tensors.h"

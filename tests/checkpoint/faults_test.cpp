@@ -127,28 +127,30 @@ TEST(BrokenCheckpoint, MissingFile) {
   EXPECT_TRUE(contains(load_error(temporary_folder()), "holds no checkpoint"));
 }
 
-TEST(BrokenCheckpoint, UnknownVersion) {
+/// What loading says after this edit of a manifest.
+std::string error_after_edit(const std::string& from, const std::string& to) {
   const auto path = saved_checkpoint();
-  edit_manifest(path, "\"version\":1", "\"version\":2");
-  EXPECT_TRUE(contains(load_error(path), "version 2"));
+  edit_manifest(path, from, to);
+  return load_error(path);
+}
+
+TEST(BrokenCheckpoint, UnknownVersion) {
+  EXPECT_TRUE(contains(error_after_edit("\"version\":1", "\"version\":2"), "version 2"));
 }
 
 TEST(BrokenCheckpoint, DuplicateTensorAndDuplicateKey) {
-  const auto path = saved_checkpoint();
-  edit_manifest(path, "\"name\":\"cols\"", "\"name\":\"rows\"");
-  EXPECT_TRUE(contains(load_error(path), "'rows' is there twice"));
-  const auto other = saved_checkpoint();
-  edit_manifest(other, "\"version\":1", "\"version\":1,\"version\":1");
-  EXPECT_TRUE(contains(load_error(other), "'version' is there twice"));
+  EXPECT_TRUE(contains(
+      error_after_edit("\"name\":\"cols\"", "\"name\":\"rows\""), "'rows' is there twice"));
+  EXPECT_TRUE(contains(
+      error_after_edit("\"version\":1", "\"version\":1,\"version\":1"),
+      "'version' is there twice"));
 }
 
 TEST(BrokenCheckpoint, PiecesThatOverlapOrLieElsewhere) {
-  const auto path = saved_checkpoint();
-  edit_manifest(path, "\"offsets\":[5,0]", "\"offsets\":[4,0]");
-  EXPECT_TRUE(contains(load_error(path), "overlap"));
-  const auto other = saved_checkpoint();
-  edit_manifest(other, "\"file\":\"rank_00000", "\"file\":\"../rank_00000");
-  EXPECT_TRUE(contains(load_error(other), "not the name of a file"));
+  EXPECT_TRUE(contains(error_after_edit("\"offsets\":[5,0]", "\"offsets\":[4,0]"), "overlap"));
+  EXPECT_TRUE(contains(
+      error_after_edit("\"file\":\"rank_00000", "\"file\":\"../rank_00000"),
+      "not the name of a file"));
 }
 
 TEST(BrokenCheckpoint, MissingKeyAndWrongShape) {

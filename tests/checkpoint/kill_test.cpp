@@ -72,7 +72,7 @@ std::vector<detail::SaveJob> jobs_of(
     jobs.push_back(
         {publication,
          detail::make_plan(
-             state, rank, {request.list}, std::vector<std::string>(kRanks, request.places))});
+             state, rank, {request.list}, std::vector<std::string>(kRanks, request.mesh_indices))});
   }
   return jobs;
 }

@@ -121,9 +121,9 @@ TEST(ManyTensors, ManyPiecesOfOneTensorTakeLinearTime) {
   });
 }
 
-class OursOrTheirs : public testing::TestWithParam<bool> {};
+class CheckpointFormats : public testing::TestWithParam<bool> {};
 
-TEST_P(OursOrTheirs, EachTensorIsReadOnce) {
+TEST_P(CheckpointFormats, EachTensorIsReadOnce) {
   if (read_calls() < 0) {
     GTEST_SKIP() << "this system does not count";
   }
@@ -140,7 +140,7 @@ TEST_P(OursOrTheirs, EachTensorIsReadOnce) {
   EXPECT_LE(calls[1] - calls[0], kFew + 10) << "one for each further tensor";
 }
 
-TEST_P(OursOrTheirs, AllToolsTakeLinearTime) {
+TEST_P(CheckpointFormats, AllToolsTakeLinearTime) {
   expect_linear(1000, [](int64_t n) {
     return [path = written(n, GetParam()), n] {
       EXPECT_EQ(verify_checkpoint(path).num_tensors, n);
@@ -160,7 +160,7 @@ TEST_P(OursOrTheirs, AllToolsTakeLinearTime) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(ManyTensors, OursOrTheirs, testing::Bool(), [](const auto& param) {
+INSTANTIATE_TEST_SUITE_P(ManyTensors, CheckpointFormats, testing::Bool(), [](const auto& param) {
   return std::string(param.param ? "Ours" : "Theirs");
 });
 

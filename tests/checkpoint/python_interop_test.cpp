@@ -7,7 +7,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "checkpoint/files.h"
+#include "base/files.h"
 #include "checkpoint/safetensors.h"
 #include "support/processes.h"
 #include "support/tensors.h"

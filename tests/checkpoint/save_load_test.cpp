@@ -1,8 +1,9 @@
 #include <fsdp/checkpoint.h>
+#include <fsdp/checkpoint_tools.h>
 
 #include <gtest/gtest.h>
 
-#include "checkpoint/checkpoints.h"
+#include "checkpoint/numbered.h"
 #include "checkpoint/safetensors.h"
 
 namespace fsdp {
@@ -273,6 +274,27 @@ TEST(SaveHf, RoundTrip) {
       expect_state(state, samples, 4);
     });
   }
+}
+
+TEST(Convert, TensorsMayBeChangedOnTheWay) {
+  const auto folder = temporary_folder();
+  run_ranks(1, [&](int) { save(numbered(3), folder + "/in"); });
+  const auto convert = [&](auto change, ConvertOptions::Format format) {
+    convert_checkpoint(
+        folder + "/in", folder + "/out",
+        {.format = format, .dtype = torch::kDouble, .overwrite = true, .change = change});
+  };
+  const auto full = ConvertOptions::Format::full;
+  convert([](const std::string&, const at::Tensor& w) { return w.to(torch::kFloat) * 0.5; }, full);
+  auto state = state_with("w", torch::zeros({4}, torch::kLong));
+  load(state, folder + "/out");
+  EXPECT_SAME(std::get<at::Tensor>(state.at("w")), torch::full({4}, 1)); // in int64, as it was
+  const auto cut = [](const std::string&, const at::Tensor& w) { return w.narrow(0, 0, 2); };
+  EXPECT_TRUE(contains(
+      message_of<CheckpointError>([&] { convert(cut, full); }), "a tensor of shape [2] of w"));
+  EXPECT_TRUE(contains(
+      message_of<c10::ValueError>([&] { convert(cut, ConvertOptions::Format::sharded); }),
+      "the format must be full"));
 }
 
 } // namespace

@@ -7,15 +7,17 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <thread>
 
 #include "base/check.h"
-#include "checkpoint/checkpoints.h"
+#include "checkpoint/numbered.h"
 
 namespace fsdp {
 namespace {
 
 using namespace test;
+using namespace std::chrono_literals;
 
 TEST(AsyncSave, HoldsTheValuesOfTheCall) {
   const auto path = temporary_folder() + "/checkpoint";
@@ -144,6 +146,62 @@ TEST(AsyncSave, ErrorsAreInTheFutureAndAtTheNextCall) {
   expect_loads(2, folder + "/checkpoint", 5);
 }
 
+TEST(AsyncSave, AfterAFailedAsyncSaveTheNextCallIsTheSameOnAllRanks) {
+  const auto folder = temporary_folder();
+  std::atomic<int> num_failed{0};
+  const auto all = [&] {
+    run_ranks(2, [&](int) {
+      // More than there is memory for on the rank that writes it; the other hears of it
+      // in the background.
+      auto huge = state_with("w", torch::ones({1}).expand({int64_t{1} << 50}));
+      std::future<void> future;
+      try {
+        future = async_save(huge, folder + "/huge");
+      } catch (const std::exception&) {
+      }
+      if (future.valid()) {
+        future.wait();
+      }
+      default_group().barrier();
+      try {
+        save(numbered(1), folder + "/fine");
+      } catch (const CheckpointError&) {
+        ++num_failed;
+        for (int i = 0; i < 500 && num_failed < 2; ++i) {
+          std::this_thread::sleep_for(10ms);
+        }
+        if (num_failed < 2) {
+          throw std::runtime_error("this rank threw, the other waits for it in a collective");
+        }
+      }
+    });
+  };
+  EXPECT_NO_THROW(all());
+  EXPECT_NE(num_failed, 1);
+}
+
+TEST(AsyncSave, ThreadsWithoutAWorldMaySaveAtOnce) {
+  expect_ranks_pass(1, [&] { // may end the process
+    const auto path = temporary_folder();
+    const ChangeHook hook(
+        [](const char*, const detail::Path&) { std::this_thread::sleep_for(5ms); });
+    auto first = async_save(numbered(0), path + "/0");
+    std::vector<std::thread> threads;
+    for (int64_t i = 1; i <= 2; ++i) {
+      threads.emplace_back([&, i] {
+        for (int j = 0; j < 3; ++j) {
+          async_save(numbered(i), path + "/" + std::to_string(i)).get();
+        }
+      });
+    }
+    for (auto& thread : threads) {
+      thread.join();
+    }
+    EXPECT_EQ(number_in(path + "/1"), 1);
+    EXPECT_EQ(number_in(path + "/2"), 2);
+  });
+}
+
 std::vector<int64_t> steps_of(const CheckpointSeries& series) {
   std::vector<int64_t> steps;
   for (const auto& [step, path] : series.list()) {
@@ -186,6 +244,25 @@ TEST(CheckpointSeries, GoesByWhatIsCompleteAndNew) {
   series.save(15, state); // a run that went back
   EXPECT_EQ(reader.latest()->filename(), "step_00000015");
   EXPECT_EQ(steps_of(reader), (std::vector<int64_t>{10, 15, 20}));
+}
+
+TEST(CheckpointSeries, AClockThatWentBackDoesNotHideTheLastOne) {
+  const auto root = temporary_folder() + "/run";
+  CheckpointSeries series(root, {.keep = 2});
+  series.save(10, numbered(10));
+  const auto folder = root + "/step_00000010";
+  const auto text = file_text(folder + "/manifest.json");
+  const auto at = text.find("\"time\":") + 7;
+  const auto time = text.substr(at, text.find(',', at) - at);
+  // Another host saved it, whose clock is an hour ahead.
+  const auto later = std::to_string(std::stoll(time) + 3'600'000'000'000);
+  edit_manifest(folder, "\"time\":" + time, "\"time\":" + later);
+  series.save(20, numbered(20));
+  series.save(30, numbered(30));
+  EXPECT_EQ(number_in(root + "/latest"), 30);
+  EXPECT_EQ(series.latest()->filename(), "step_00000030") << "what --resume takes";
+  EXPECT_EQ(series.list().size(), 2u);
+  EXPECT_TRUE(detail::path_exists(root + "/step_00000020")) << "one of the newest two";
 }
 
 TEST(CheckpointSeries, AFailedSaveRemovesNothing) {

@@ -10,7 +10,7 @@
 #include "checkpoint/crc32c.h"
 #include "checkpoint/safetensors.h"
 #include "fuzz/checkpoint_inputs.h"
-#include "tensor/box.h"
+#include "layout/box.h"
 
 namespace fsdp::detail {
 namespace {
@@ -259,6 +259,18 @@ TEST_P(BadHeaders, AreRefused) {
   EXPECT_TRUE(contains(message, "f.safetensors"));
 }
 
+/// A header's entry of a tensor in fp32.
+std::string entry(const std::string& name, const std::string& sizes, const std::string& offsets) {
+  return c10::str(
+      "\"", name, "\":{\"dtype\":\"F32\",\"shape\":[", sizes, "],\"data_offsets\":[", offsets,
+      "]}");
+}
+
+/// A file of a header and 8 bytes.
+std::string file_of(const std::string& entries) {
+  return safetensors_file("{" + entries + "}", 8);
+}
+
 std::string header_of_dims(size_t dims) {
   std::string ones;
   for (size_t i = 0; i < dims; ++i) {
@@ -267,7 +279,7 @@ std::string header_of_dims(size_t dims) {
   return R"({"a":{"dtype":"U8","shape":[)" + ones + R"(],"data_offsets":[0,1]}})";
 }
 
-const std::string kGood = R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})";
+const std::string kGood = "{" + entry("a", "2", "0,8") + "}";
 
 INSTANTIATE_TEST_SUITE_P(
     Safetensors,
@@ -282,39 +294,17 @@ INSTANTIATE_TEST_SUITE_P(
         BadHeader{"has 65 dims, more than 64", safetensors_file(header_of_dims(65), 1)},
         BadHeader{"truncated", safetensors_file(kGood, 7)},
         BadHeader{"belong to no tensor", safetensors_file(kGood, 9)},
-        BadHeader{
-            "twice", safetensors_file(
-                         R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},)"
-                         R"("a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})",
-                         8)},
-        BadHeader{
-            "overlap", safetensors_file(
-                           R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},)"
-                           R"("b":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}})",
-                           8)},
-        BadHeader{
-            "gap",
-            safetensors_file(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})", 8)},
+        BadHeader{"twice", file_of(entry("a", "1", "0,4") + "," + entry("a", "1", "4,8"))},
+        BadHeader{"overlap", file_of(entry("a", "1", "0,4") + "," + entry("b", "1", "2,6"))},
+        BadHeader{"gap", file_of(entry("a", "1", "4,8"))},
         BadHeader{
             "unknown dtype",
             safetensors_file(R"({"a":{"dtype":"F31","shape":[2],"data_offsets":[0,8]}})", 8)},
-        BadHeader{
-            "not a size",
-            safetensors_file(R"({"a":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}})", 8)},
-        BadHeader{
-            "not a size",
-            safetensors_file(R"({"a":{"dtype":"F32","shape":[2.5],"data_offsets":[0,8]}})", 8)},
-        BadHeader{
-            "be counted", safetensors_file(
-                              R"({"a":{"dtype":"F32","shape":[4294967296,4294967296],)"
-                              R"("data_offsets":[0,8]}})",
-                              8)},
-        BadHeader{
-            "need 12 bytes",
-            safetensors_file(R"({"a":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}})", 8)},
-        BadHeader{
-            "begin and an end",
-            safetensors_file(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}})", 8)},
+        BadHeader{"not a size", file_of(entry("a", "-2", "0,8"))},
+        BadHeader{"not a size", file_of(entry("a", "2.5", "0,8"))},
+        BadHeader{"be counted", file_of(entry("a", "4294967296,4294967296", "0,8"))},
+        BadHeader{"need 12 bytes", file_of(entry("a", "3", "0,8"))},
+        BadHeader{"begin and an end", file_of(entry("a", "2", "8,0"))},
         BadHeader{"no 'shape'", safetensors_file(R"({"a":{"dtype":"F32"}})", 0)},
         BadHeader{"not a string", safetensors_file(R"({"__metadata__":{"a":1}})", 0)}));
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <filesystem>
 #include <fstream>
 #include <set>
 #include <utility>
@@ -107,6 +108,56 @@ TEST(Examples, BadLinesAreNamed) {
   EXPECT_TRUE(contains(
       message_of<ConfigError>([&] { read_examples(tokenizer_of("qwen"), path, {}); }),
       "names no eos_token"));
+}
+
+TEST(Examples, TheTemplateOfTheFolderDecidesTheForm) {
+  SKIP_WITHOUT_TOKENIZERS();
+  const auto path = written(
+      "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}, {\"role\": \"assistant\", "
+      "\"content\": \"b\"}]}\n");
+  const auto folder = test::temporary_folder();
+  std::filesystem::copy(made().folder + "/qwen/tokenizer.json", folder + "/tokenizer.json");
+  const auto read = [&] { return read_examples(Tokenizer::read(folder), path, 0); };
+  const auto refused = [&](const std::string& part) {
+    const auto message = message_of<ConfigError>(read);
+    const auto begin = path + " line 1 is a conversation, but the template in " + folder;
+    EXPECT_TRUE(contains(message, begin)) << message;
+    EXPECT_TRUE(contains(message, part)) << message;
+  };
+  const auto config = [&](const Json& chat_template) {
+    std::ofstream(folder + "/tokenizer_config.json")
+        << Json{{"eos_token", "<|im_end|>"}, {"chat_template", chat_template}};
+  };
+  const std::string chatml = "{{ '<|im_start|>' + m.role + '\n' }}";
+  const auto expected = read();
+  config(chatml);
+  EXPECT_EQ(read()[0].tokens, expected[0].tokens);
+  config(Json{
+      {{"name", "tool_use"}, {"template", "[INST]"}}, {{"name", "default"}, {"template", chatml}}});
+  EXPECT_EQ(read()[0].tokens, expected[0].tokens);
+  config("{{ '<|im_start|>' + m.role + '<|im_sep|>' }}"); // as Phi 4 has it
+  refused("/tokenizer_config.json writes <|im_sep|>");
+  config("{{ m.role + ':' }}");
+  refused("/tokenizer_config.json does not write <|im_start|>");
+  std::ofstream(folder + "/chat_template.jinja") << "<start_of_turn>";
+  refused("/chat_template.jinja writes <start_of_turn>");
+  std::ofstream(folder + "/chat_template.jinja") << chatml; // comes before tokenizer_config.json
+  EXPECT_EQ(read()[0].tokens, expected[0].tokens);
+}
+
+TEST(Examples, OtherNamesOfFieldsAreExplained) {
+  SKIP_WITHOUT_TOKENIZERS();
+  const auto path = written("{\"instruction\": \"a\", \"output\": \"b\"}\n");
+  const auto message = message_of<ConfigError>([&] {
+    Corpus::read(path, {.vocab = 2000, .tokenizer = tokenizer_of("qwen"), .documents = {.end = 3}});
+  });
+  EXPECT_TRUE(contains(message, "line 1 is not an object with the text \"text\": it lacks"))
+      << message;
+  EXPECT_TRUE(contains(message, "\"prompt\" and \"completion\", or \"messages\"")) << message;
+  const auto broken = message_of<ConfigError>([&] {
+    read_examples(tokenizer_of("qwen"), written("{\"prompt\": 1, \"completion\": \"b\"}"), 0);
+  });
+  EXPECT_FALSE(contains(broken, "json.exception")) << broken;
 }
 
 /// Examples of different lengths.
@@ -230,8 +281,8 @@ TEST(Examples, AStepIsThatOfEachExampleAlone) {
              {{.shard = 3}, 1},
              {{.replicate = 2, .shard = 2}, 2},
              {{.shard = 2, .tensor = 2}, 4}}) {
-      SCOPED_TRACE(mesh.str() + ", window " + std::to_string(window));
       run_ranks(static_cast<int>(mesh.ranks()), [&](int) {
+        SCOPED_TRACE(mesh.str() + ", window " + std::to_string(window));
         auto mine = config;
         mine.mesh = mesh;
         mine.accumulate = parts;

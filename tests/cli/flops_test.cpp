@@ -3,6 +3,8 @@
 #include <fsdp/meta_init.h>
 #include <gtest/gtest.h>
 
+#include "cli/train/progress.h"
+
 namespace fsdp::cli {
 namespace {
 
@@ -36,9 +38,30 @@ TEST(Flops, PeaksOfKnownDevices) {
   EXPECT_EQ(peak_flops("NVIDIA H100 80GB HBM3", "bf16"), 989e12);
   EXPECT_EQ(peak_flops("NVIDIA H100 PCIe", "fp16"), 756e12);
   EXPECT_EQ(peak_flops("NVIDIA A100-SXM4-80GB", "fp32"), 19.5e12);
+  EXPECT_EQ(peak_flops("NVIDIA B200", "bf16"), 2250e12);
+  EXPECT_EQ(peak_flops("NVIDIA GB200", "bf16"), 2500e12);
+  EXPECT_EQ(peak_flops("NVIDIA A10", "bf16"), 125e12);
+  EXPECT_EQ(peak_flops("NVIDIA L4", "bf16"), 121e12);
+  EXPECT_EQ(peak_flops("NVIDIA RTX A6000", "bf16"), 154.8e12);
+  EXPECT_EQ(peak_flops("NVIDIA GeForce RTX 4090", "bf16"), 165e12);
   EXPECT_FALSE(peak_flops("", "bf16"));
   EXPECT_FALSE(peak_flops("NVIDIA L40", "bf16"));
   EXPECT_FALSE(peak_flops("NVIDIA RTX A1000", "bf16"));
+  EXPECT_FALSE(peak_flops("NVIDIA A10G", "bf16"));
+  EXPECT_FALSE(peak_flops("NVIDIA GeForce RTX 4090 D", "bf16"));
+  EXPECT_FALSE(peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"));
+}
+
+TEST(Flops, LineOfAStepShowsTheUtilisation) {
+  const auto line_of = [](std::optional<double> utilisation) {
+    Screen screen;
+    Progress progress(screen, /*steps=*/1, /*tokens_per_step=*/1000);
+    testing::internal::CaptureStdout();
+    progress.update({.step = 1, .tokens_per_s = 1000, .utilisation = utilisation});
+    return testing::internal::GetCapturedStdout();
+  };
+  EXPECT_NE(line_of(0.4).find("  MFU "), std::string::npos);
+  EXPECT_EQ(line_of({}).find("MFU"), std::string::npos);
 }
 
 } // namespace

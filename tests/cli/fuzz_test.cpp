@@ -58,17 +58,17 @@ TEST(FuzzRun, FindsTamperedGradientsInRandomCases) {
 }
 
 TEST(FuzzShrink, LeavesWhatTheFailureNeeds) {
-  const auto checkpointed = [](const Case& c) {
+  const auto recomputed = [](const Case& c) {
     bool found = false;
     for_each_block(
-        c.root, [&](const Block& block, int) { found |= block.checkpointed && block.group > 0; });
+        c.root, [&](const Block& block, int) { found |= block.recomputed && block.group > 0; });
     return found && c.ranks >= 2;
   };
   int shrunk = 0;
   for (uint64_t seed = 0; seed < 50; ++seed) {
     const auto c = draw_case(seed);
-    if (checkpointed(c)) {
-      const auto small = shrink(c, checkpointed);
+    if (recomputed(c)) {
+      const auto small = shrink(c, recomputed);
       EXPECT_EQ(count_blocks(small.root), 2) << seed; // the root and one more
       EXPECT_EQ(small.groups.size(), 2U) << seed;
       EXPECT_EQ(small.ranks, 2) << seed;

@@ -79,5 +79,25 @@ TEST(TokenChoice, TopPLeavesTheLikeliest) {
   EXPECT_NEAR(two.at(3), 4000 / 3, 150);
 }
 
+TEST(TokenChoice, ALargeVocabularyIsSortedOnlyIfItMustBe) {
+  const auto random = at::detail::createCPUGenerator(5);
+  for (const double sharpness : {0.1, 1.0, 5.0}) { // with 5, a few tokens have nearly all
+    const auto scores = torch::randn({5000}, random) * sharpness;
+    const auto probabilities = scores.softmax(-1);
+    for (const double top_p : {0.3, 0.9, 0.999}) {
+      SCOPED_TRACE("sharpness " + std::to_string(sharpness) + ", top_p " + std::to_string(top_p));
+      const auto [sorted, order] = probabilities.sort(-1, /*descending=*/true);
+      const auto kept = sorted.masked_fill((sorted.cumsum(-1) - sorted).ge(top_p), 0);
+      const auto left = torch::zeros({5000}).scatter(-1, order, kept);
+      TokenChoice choose({.temperature = 1, .top_p = top_p, .seed = 3});
+      const auto generator = at::detail::createCPUGenerator(3);
+      for (int i = 0; i < 20; ++i) {
+        const auto expected = torch::multinomial(left, 1, /*replacement=*/true, generator);
+        EXPECT_EQ(choose(scores), expected.item<int64_t>());
+      }
+    }
+  }
+}
+
 } // namespace
 } // namespace fsdp::cli

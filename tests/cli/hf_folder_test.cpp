@@ -2,12 +2,15 @@
 #include "cli/hf_models.h"
 
 #include <fsdp/launch.h>
+#include <malloc.h>
 
 #include <fstream>
 #include <map>
+#include <set>
 
 #include "cli/config/presets.h"
 #include "cli/files.h"
+#include "cli/generate/language_model.h"
 #include "cli/scoped_process_group.h"
 #include "cli/tiny_run.h"
 #include "cli/train/rotary.h"
@@ -131,6 +134,74 @@ TEST(HfConfig, WhatIsWrittenIsReadAgain) {
   }
 }
 
+TEST(HfConfig, ReleasedModelsAreRead) {
+  struct Released {
+    std::string name;
+    int64_t layers, heads, kv_heads, head_dim;
+    double rotary_base;
+    std::vector<int64_t> windows; // of the first blocks
+    bool tied;
+  };
+  for (const auto& [name, layers, heads, kv_heads, head_dim, rotary_base, windows, tied] :
+       std::vector<Released>{
+           {"Llama-3.2-1B", 16, 32, 8, 64, 5e5, {0, 0}, true},
+           {"unsloth-Llama-3.2-1B", 16, 32, 8, 64, 5e5, {0, 0}, true},
+           {"Qwen2.5-0.5B", 24, 14, 2, 64, 1e6, {0, 0}, true},
+           {"Qwen3-0.6B", 28, 16, 8, 128, 1e6, {0, 0}, true},
+           {"Mistral-7B-v0.3", 32, 32, 8, 128, 1e6, {0, 0}, false},
+           {"Mistral-Nemo-Base-2407", 40, 32, 8, 128, 1e6, {0, 0}, false},
+           {"gemma-2b", 18, 8, 1, 256, 1e4, {0, 0}, true},
+           {"gemma-2-2b", 26, 8, 4, 256, 1e4, {4096, 0, 4096, 0}, true},
+           {"gemma-3-1b-it", 26, 4, 1, 256, 1e6, {512, 512, 512, 512, 512, 0, 512}, true}}) {
+    SCOPED_TRACE(name);
+    auto json = Json::parse(read_file(FSDP_TEST_DIR "/cli/configs/" + name + ".json").value());
+    json["do_sample"] = true; // as older programs save it
+    json["add_cross_attention"] = false;
+    json["pruned_heads"] = Json::object();
+    json["torchscript"] = false;
+    json["transformers.js_config"] = Json{{"dtype", "q4"}};
+    const auto folder = test::temporary_folder();
+    write_file(folder + "/config.json", json.dump());
+    const auto dims = read_hf_config(folder).dims;
+    EXPECT_EQ(dims.layers, layers);
+    EXPECT_EQ(dims.heads, heads);
+    EXPECT_EQ(dims.kv_heads, kv_heads);
+    EXPECT_EQ(dims.head_dim(), head_dim);
+    EXPECT_EQ(dims.rotary_base, rotary_base);
+    EXPECT_EQ(dims.tied, tied);
+    for (size_t i = 0; i < windows.size(); ++i) {
+      EXPECT_EQ(dims.window_of(static_cast<int64_t>(i)), windows[i]) << "layer " << i;
+    }
+    // What is written describes the same model, and no tokens of another tokenizer.
+    const auto written = hf_config_json(dims, 1024);
+    for (const auto* token : {"bos_token_id", "eos_token_id", "pad_token_id"}) {
+      EXPECT_TRUE(written.at(token).is_null()) << token;
+    }
+  }
+}
+
+TEST(HfConfig, AModelThatNoFamilyHasIsNotWritten) {
+  const auto refused = [](auto change) {
+    ModelDims dims;
+    change(dims);
+    const auto message = message_of<ConfigError>([&] { hf_config_json(dims, 64); });
+    EXPECT_TRUE(contains(message, "no family of models of Hugging Face")) << message;
+  };
+  refused([](ModelDims& dims) { dims.o_bias = true; });
+  refused([](ModelDims& dims) { dims.qk_norm = dims.mlp_bias = true; });
+  refused([](ModelDims& dims) { dims.attention_cap = 30; });
+  refused([](ModelDims& dims) { dims.sandwich_norms = true; });
+  refused([](ModelDims& dims) { dims.gemma = dims.qk_norm = true; });
+  refused([](ModelDims& dims) {
+    dims.window = 8;
+    dims.window_from = 2;
+  });
+  refused([](ModelDims& dims) {
+    dims.window = 8;
+    dims.window_rotary_base = 100;
+  });
+}
+
 // ------------------------------------------------------------ Large folders
 
 /// Writes the folder of a model, in which all weights are 0. The files are sparse, so that they
@@ -182,6 +253,7 @@ int64_t number_of_process(const std::string& file, const std::string& key) {
 // 70 billion parameters in bf16 are 131 GiB, and each of 512 ranks has 263 MiB of them.
 TEST(HfFolder, ARankReadsAndHoldsItsPartOfALargeFolder) {
   const int64_t ranks = 512;
+  mallopt(M_MMAP_THRESHOLD, 1 << 17); // freed memory goes back at once, so that what is held counts
   const auto folder = write_sparse_folder(model_preset("70b"), 64);
   const ScopedProcessGroup joined(
       {.backend = "fake", .rank = 3, .world_size = static_cast<int>(ranks)});
@@ -211,6 +283,71 @@ TEST(HfFolder, ARankReadsAndHoldsItsPartOfALargeFolder) {
 }
 
 // ------------------------------------------------------------ The tool
+
+TEST(HfFolder, WhatDoesNotFitIsRefusedBeforeAnythingIsWritten) {
+  const ModelDims dims{
+      .vocab = 300, .dim = 32, .layers = 2, .heads = 4, .kv_heads = 2, .hidden = 48};
+  const auto folder = write_sparse_folder(dims, 100); // in one file
+  const auto file = folder + "/model-0.safetensors";
+  const auto config = read_file(folder + "/config.json").value();
+  const auto tokens = test::temporary_folder() + "/t.bin";
+  const auto write_tokens = [&](uint16_t last) {
+    std::vector<uint16_t> numbers(4000, 7);
+    numbers.back() = last;
+    std::ofstream(tokens, std::ios::binary)
+        .write(reinterpret_cast<const char*>(numbers.data()), 8000);
+  };
+  write_tokens(8);
+  const auto run_folder = test::temporary_folder() + "/run";
+  const auto train = [&](std::vector<std::string> more) {
+    std::vector<std::string> words{"train",     "--from",  folder,    "--data", tokens,
+                                   "--context", "8",       "--batch", "2",      "--steps",
+                                   "1",         "--ranks", "2",       "--run",  run_folder};
+    words.insert(words.end(), more.begin(), more.end());
+    return run(words);
+  };
+  const auto expect_refused = [](const test::Ended& ended, const std::string& part) {
+    EXPECT_EQ(ended.exit_code, 2) << ended.output;
+    EXPECT_TRUE(contains(ended.output, part)) << ended.output;
+    EXPECT_EQ(test::count(ended.output, "\n"), 1) << ended.output;
+  };
+  const auto refused = [&](const std::string& part) {
+    SCOPED_TRACE(part);
+    for (const auto& more : std::vector<std::vector<std::string>>{{}, {"--dry-run"}}) {
+      expect_refused(train(more), part);
+      EXPECT_FALSE(std::filesystem::exists(run_folder));
+    }
+  };
+  const auto models_refused = [&](const std::string& part) {
+    refused(part);
+    expect_refused(run({"eval", "--checkpoint", folder, "--data", tokens}), part);
+    expect_refused(
+        run({"generate", "--checkpoint", folder, "--tokenizer", "bytes", "--prompt", "a"}), part);
+  };
+  const auto with = [&](const char* key, int64_t value) {
+    auto json = Json::parse(config);
+    json[key] = value;
+    write_file(folder + "/config.json", json.dump());
+  };
+  with("intermediate_size", 64);
+  models_refused("_proj.weight' has the sizes [");
+  with("num_hidden_layers", 3);
+  models_refused("no safetensors file holds 'model.layers.2.");
+  with("num_hidden_layers", 1);
+  models_refused("has no 'model.layers.1.");
+  write_file(folder + "/config.json", config);
+  write_tokens(300);
+  refused("has token 300 at place 3999");
+  write_tokens(8);
+
+  const auto size = std::filesystem::file_size(file);
+  std::filesystem::resize_file(file, size - 1);
+  models_refused("the file is truncated");
+  std::filesystem::remove(file);
+  std::filesystem::remove(folder + "/model.safetensors.index.json");
+  write_file(folder + "/model.safetensors", "version https://git-lfs.github.com/spec/v1\n");
+  models_refused("model.safetensors");
+}
 
 /// Exports a run, lets transformers load the folder, and compares the logits.
 void expect_export_is_read(const std::string& run_folder) {
@@ -272,6 +409,48 @@ TEST(HfFolder, ARunFromScratchIsExported) {
     ASSERT_EQ(trained.exit_code, 0) << trained.output;
     expect_export_is_read(folder + name);
   }
+}
+
+TEST(HfFolder, ARunOnTokensIsExportedWithTheirTokenizer) {
+  SKIP_WITHOUT_TOKENIZER();
+  const auto from = models().folder + "/qwen3"; // of which only the tokenizer is used
+  const auto end = Tokenizer::read(from).find("<|endoftext|>").value();
+  const auto folder = test::temporary_folder();
+  const auto data = folder + "/t.bin";
+  ASSERT_EQ(run({"tokenize", "--tokenizer", from, "--out", data, test::text_file()}).exit_code, 0);
+  const auto trained = [&](const std::string& name, const std::string& vocab) {
+    const auto ended = run(
+        {"train", "--data", data, "--vocab", vocab, "--dim", "32", "--layers", "1", "--context",
+         "8", "--batch", "4", "--steps", "1", "--device", "cpu", "--run", folder + "/" + name});
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+    return folder + "/" + name;
+  };
+  const auto run_folder = trained("run", "300");
+  const auto config_of_export = [&](const std::string& name, std::vector<std::string> more) {
+    more.insert(more.begin(), {"export", run_folder, folder + "/" + name});
+    const auto exported = run(more);
+    EXPECT_EQ(exported.exit_code, 0) << exported.output;
+    const auto ended = test::run_commands(
+        {{{FSDP_TEST_PYTHON, FSDP_TEST_DIR "/cli/hf_models.py", "tokens", folder + "/" + name},
+          {}}})[0];
+    EXPECT_EQ(ended.exit_code, 0) << ended.output;
+    const auto at = ended.output.rfind("{\"");
+    return at == std::string::npos ? Json::object() : Json::parse(ended.output.substr(at));
+  };
+  const auto plain = config_of_export("plain", {});
+  EXPECT_TRUE(plain.at("eos").is_null()) << plain; // not the 2 of transformers' LlamaConfig
+  EXPECT_TRUE(plain.at("bos").is_null()) << plain;
+  EXPECT_TRUE(plain.at("generates_until").is_null()) << plain;
+  const auto whole = config_of_export("whole", {"--tokenizer", from});
+  EXPECT_EQ(whole.at("eos"), end) << whole;
+  EXPECT_EQ(whole.at("generates_until"), end) << whole;
+  EXPECT_EQ(whole.at("tokenizer"), Json(Tokenizer::read(from).encode("import torch"))) << whole;
+  EXPECT_EQ(find_language_model(run_folder, from).ends, std::set<int64_t>{end});
+
+  const auto none = run({"export", run_folder, folder + "/none", "--tokenizer", folder});
+  EXPECT_EQ(none.exit_code, 2) << none.output;
+  EXPECT_TRUE(contains(none.output, "--tokenizer: there is no tokenizer.json in")) << none.output;
+  EXPECT_FALSE(is_folder(folder + "/none"));
 }
 
 TEST(HfFolder, TextBecomesTokensOfTheFolder) {

@@ -27,8 +27,8 @@ TEST(HfModel, LogitsAndAStepAreThoseOfTransformers) {
   SKIP_WITHOUT_TRANSFORMERS();
   for (const auto& name : models().names) {
     for (const auto& shape : kMeshes) {
-      SCOPED_TRACE(name + " on " + shape.str());
       run_ranks(static_cast<int>(shape.ranks()), [&](int) {
+        SCOPED_TRACE(name + " on " + shape.str());
         const auto config = config_of(name, shape);
         const TrainMesh mesh(shape, c10::kCPU);
         auto model = loaded(config, mesh, name);
@@ -71,8 +71,8 @@ TEST(HfModel, LogitsAndAStepAreThoseOfTransformers) {
 TEST(HfModel, InBf16TheLogitsAreAsGoodAsThoseOfTransformers) {
   SKIP_WITHOUT_TRANSFORMERS();
   for (const auto& name : models().names) {
-    SCOPED_TRACE(name);
     run_ranks(2, [&](int) {
+      SCOPED_TRACE(name);
       auto config = config_of(name, {.shard = 2});
       config.param_dtype = "bf16";
       auto model = loaded(config, TrainMesh(*config.mesh, c10::kCPU), name);
@@ -90,8 +90,8 @@ TEST(HfModel, InBf16TheLogitsAreAsGoodAsThoseOfTransformers) {
 TEST(HfModel, GeneratesWhatTransformersGenerates) {
   SKIP_WITHOUT_TRANSFORMERS();
   for (const auto& name : models().names) {
-    SCOPED_TRACE(name);
     run_ranks(1, [&](int) {
+      SCOPED_TRACE(name);
       auto model =
           load_whole(find_language_model(models().folder + "/" + name, "bytes"), torch::kFloat);
       Decoder decoder(model, 49);
@@ -218,7 +218,7 @@ TEST(HfModel, WeightsThatDoNotFitAreNamed) {
       message("qwen2", [](ModelDims& dims) { dims.qkv_bias = false; }),
       "has no 'model.layers.0.self_attn.k_proj.bias', which model"));
   EXPECT_TRUE(
-      contains(message("llama", [](ModelDims& dims) { dims.qk_norm = true; }), "q_norm.weight"));
+      contains(message("llama", [](ModelDims& dims) { dims.qk_norm = true; }), "k_norm.weight"));
   EXPECT_TRUE(
       contains(message("llama", [](ModelDims& dims) { dims.hidden = 128; }), "_proj.weight"));
   EXPECT_TRUE(

@@ -2,6 +2,7 @@
 transformers computes with them. The test reads both."""
 
 import json
+import os
 import shutil
 import sys
 
@@ -114,6 +115,21 @@ def read_back(folder, out):
     save_file({"rows": rows, "logits": logits.contiguous()}, out)
 
 
+def print_tokens(folder):
+    """Which tokens transformers takes for special in a folder that fsdp wrote."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    has_tokenizer = os.path.exists(f"{folder}/tokenizer.json")
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json") if has_tokenizer else None
+    found = {
+        "bos": config.bos_token_id,
+        "eos": config.eos_token_id,
+        "generates_until": model.generation_config.eos_token_id,
+        "tokenizer": tokenizer and tokenizer.encode("import torch").ids,
+    }
+    print("\n" + json.dumps(found))
+
+
 def generate(model, prompt, **options):
     """The tokens that transformers finds likeliest, one after another."""
     with torch.no_grad():
@@ -143,7 +159,7 @@ def continue_text(folder, model):
     tokens = generate(
         model, torch.tensor([tokenizer.encode(prompt).ids]), suppress_tokens=without_meaning
     ).tolist()
-    stop = tokens[12]
+    stop = next(token for token in tokens if token != tokens[0])
     shutil.copytree(folder, f"{folder}-stops")
     write(f"{folder}-stops/generation_config.json", {"eos_token_id": [5000, stop]})
     write(f"{folder}/continued.json", {"prompt": prompt, "tokens": tokens})
@@ -216,7 +232,9 @@ def main(out):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
+    if sys.argv[1] == "tokens":
+        print_tokens(sys.argv[2])
+    elif len(sys.argv) == 3:
         read_back(*sys.argv[1:])
     else:
         main(sys.argv[1])

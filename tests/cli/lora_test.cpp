@@ -91,11 +91,11 @@ TEST(Lora, StepsAreThoseOfPeft) {
   for (const std::string name : {"llama", "qwen3", "gemma"}) {
     for (const auto& shape : kMeshes) {
       for (const bool recomputes : {false, true}) {
-        SCOPED_TRACE(name + " on " + shape.str() + (recomputes ? ", recomputing" : ""));
         const auto folder = folder_of_models() + "/" + name;
         const auto adapter = read_adapter_config(folder + "-adapter");
         EXPECT_EQ(adapter.base, folder);
         run_ranks(static_cast<int>(shape.ranks()), [&](int) {
+          SCOPED_TRACE(name + " on " + shape.str() + (recomputes ? ", recomputing" : ""));
           TrainConfig config;
           config.model = read_hf_config(folder).dims;
           config.model.lora = adapter.lora.str();
@@ -291,6 +291,9 @@ TEST(Lora, ARunGoesOnOnAnotherMesh) {
     return more;
   };
   refused(resume({"--lora", "rank=5"}), "is of a run with --lora rank=3,alpha=6");
+  refused(
+      {"train", "--go-on", "--run", folder + "/half", "--from", folder_of_models() + "/qwen3"},
+      "did not begin with it");
   // Other weights under the same matrices would be silently wrong.
   std::filesystem::remove_all(base);
   std::filesystem::copy(folder_of_models() + "/llama", base);

@@ -149,6 +149,22 @@ TEST(TokenFiles, BadFilesAreNamed) {
       contains(message_of<ConfigError>([] { Corpus::read("no/such_*.bin"); }), "finds no file"));
 }
 
+TEST(TokenFiles, WideTokensAreNotReadAsNarrowOnes) {
+  const auto tokens = many_tokens(5000, 60000);
+  const auto path = written("wide.bin", raw<uint32_t>(tokens));
+  const auto message =
+      message_of<ConfigError>([&] { open_token_files({path}, raw_type("auto"), 60000); });
+  EXPECT_TRUE(contains(message, path + " looks like uint32")) << message;
+  EXPECT_TRUE(contains(message, "give --token-dtype uint32 or uint16")) << message;
+  EXPECT_EQ(all_of(*open_token_files({path}, raw_type("uint32"), 60000)), tokens);
+  EXPECT_EQ(all_of(*open_token_files({path}, raw_type("auto"), 70000)), tokens);
+  EXPECT_EQ(open_token_files({path}, raw_type("uint16"), 60000)->size(), 10000);
+  const auto narrow = written("narrow.bin", raw<uint16_t>(tokens));
+  EXPECT_EQ(all_of(*open_token_files({narrow}, raw_type("auto"), 60000)), tokens);
+  const auto few = written("few.bin", raw<uint16_t>({5, 0, 7, 0}));
+  EXPECT_EQ(open_token_files({few}, raw_type("auto"), 60000)->size(), 4);
+}
+
 TEST(Corpus, AnEpochOfTokensHasEachRowOnce) {
   const int64_t context = 7;
   std::vector<int64_t> tokens;
@@ -233,7 +249,7 @@ TEST(WeightedData, EachDataSetHasItsShareOfTheRows) {
   EXPECT_TRUE(later.masked_select(later.lt(10000))
                   .narrow(0, 0, 100)
                   .equal(alone.train_rows({5, 0, 7090, context}, 6990, 100).select(1, 0)));
-  // Rows depend on their number alone, also behind the first turn.
+  // Rows depend on their number alone, also after the first turn.
   EXPECT_TRUE(corpus.train_rows({5, 2000, 8, context}, 4, 2)
                   .equal(corpus.train_rows({5, 1000, 16, context}, 4, 2)));
   EXPECT_FALSE(rows.narrow(0, 0, 50).equal(corpus.train_rows({6, 0, 50, context}, 0, 50)));
@@ -358,6 +374,14 @@ TEST(TokenFiles, ARunGoesOnAtTheExactRow) {
   EXPECT_NEAR(resumed.back(), losses.back(), 1e-4) << ended.output << whole;
 }
 
+TEST(TokenFiles, AVocabularyMayBeSmallerThanBytes) {
+  const auto data = written("t.bin", raw<uint16_t>(many_tokens(4000, 20)));
+  const auto ended = test::run(
+      {"train", "--data", data, "--vocab", "20", "--dim", "32", "--layers", "1", "--context", "8",
+       "--batch", "4", "--steps", "1", "--no-save", "--device", "cpu"});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+}
+
 TEST(TokenFiles, TheToolRefusesBadFiles) {
   const auto refused = [](const std::vector<std::string>& more, const std::string& part) {
     std::vector<std::string> words{"train", "--no-save", "--device", "cpu"};
@@ -370,6 +394,7 @@ TEST(TokenFiles, TheToolRefusesBadFiles) {
   refused({"--data", data}, "and the model has 256 tokens (--vocab)");
   refused({"--data", data, "--token-dtype", "uint32", "--vocab", "300"}, "has token ");
   refused({"--data", test::temporary_folder() + "/*.bin"}, "finds no file");
+  refused({"--vocab", "200"}, "--vocab 200: each of the 256 bytes of a text is a token");
   refused({"--data", written("s.bin", raw<uint16_t>(many_tokens(100, 200)))}, "too little text");
 }
 

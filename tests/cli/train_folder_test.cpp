@@ -89,7 +89,7 @@ TEST(TrainFolder, TableAndEventsHaveTheMetricsAlsoAfterAResume) {
 
 TEST(TrainFolder, HoldsConfigGroupsMetricsTimelineAndReport) {
   const auto folder = temporary_folder() + "/run";
-  train_in(folder, {"--mesh", "dp=2,shard=2", "--validate-every", "4"});
+  train_in(folder, {"--mesh", "dp=2,shard=2", "--validate-every", "4", "--peak-tflops", "2"});
   EXPECT_EQ(json_of(folder + "/config.json")["mesh"], "dp=2,shard=2");
   EXPECT_EQ(json_of(folder + "/groups.json").size(), 3u);
 
@@ -112,6 +112,7 @@ TEST(TrainFolder, HoldsConfigGroupsMetricsTimelineAndReport) {
         "waiting", "C"}) {
     EXPECT_EQ(ranks[category].size(), 4u) << category;
   }
+  EXPECT_NE(file_text(folder + "/report.html").find("\"mfu\":"), std::string::npos);
   const auto looked = run_commands(
       {{{FSDP_TEST_PYTHON, FSDP_TEST_DIR "/cli/report_page.py", folder + "/report.html"},
         kClean}})[0];

@@ -10,12 +10,13 @@
 #include <algorithm>
 #include <thread>
 
+#include "gpu/overlap_fixture.h"
 #include "process_group/nccl/nccl_backend.h"
 #include "runtime/stream.h"
 #include "support/collective_checks.h"
 #include "support/gpu.h"
+#include "support/nccl_ranks.h"
 #include "support/processes.h"
-#include "support/ranks.h"
 #include "support/sharded.h"
 
 namespace fsdp {
@@ -213,16 +214,6 @@ TEST(NcclOnGpu, ATimeOutGivesACommError) {
 
 // ------------------------------------------------------------ Several ranks
 
-class NcclRanks : public testing::Test {
- protected:
-  void SetUp() override {
-    SKIP_WITHOUT_GPU();
-    if (test_backend() != "nccl") {
-      GTEST_SKIP() << "it needs ranks over nccl: ctest -L nccl";
-    }
-  }
-};
-
 TEST_F(NcclRanks, MatchTheDefinitionsAndTrain) {
   const auto mine = detail::current_device(torch::kCUDA);
   check_every_collective(default_group(), 5, mine);
@@ -283,6 +274,44 @@ TEST_F(NcclRanks, AnotherOrderIsFoundTwoStepsLater) {
   EXPECT_TRUE(contains(message, "different calls in an earlier step"));
   EXPECT_TRUE(contains(message, "rank 0: all_gather of module 'a'"));
   EXPECT_TRUE(contains(message, "rank 1: all_gather of module 'b'"));
+}
+
+/// When the compute of a backward ends whose reductions are late, in milliseconds. One more
+/// backward comes before it, to warm up.
+double compute_of_a_backward(bool separate_group) {
+  const OwnStream own;
+  gpu_sleep(0);
+  constexpr int kLayers = 6;
+  DelayedStack stack(kLayers, 5, init_device_mesh(torch::kCUDA, {get_world_size()}));
+  for (auto& layer : stack.layers) {
+    layer.set_reduce_scatter_max_input_buffers(kLayers);
+    layer.set_separate_reduce_scatter_group(separate_group);
+  }
+  stack.scatter->before_ms = 20;                                   // twice the backward of a layer
+  c10::Event start(torch::kCUDA, c10::EventFlag::BACKEND_DEFAULT); // which records times
+  c10::Event end(torch::kCUDA, c10::EventFlag::BACKEND_DEFAULT);
+  stack.x.register_hook([&](const torch::Tensor&) { end.record(gpu_stream()); });
+  for (int i = 0; i < 2; ++i) {
+    const auto loss = stack.net(stack.x).sum();
+    default_group().barrier();
+    start.record(gpu_stream());
+    loss.backward();
+    torch::cuda::synchronize();
+  }
+  return start.elapsedTime(end);
+}
+
+// NCCL runs the collectives of one group in their order, so a late reduction holds up a gather.
+TEST_F(NcclRanks, ASeparateGroupLetsGathersPassReductions) {
+  const double one_group = compute_of_a_backward(false);
+  const double two_groups = compute_of_a_backward(true);
+  if (get_rank() == 0) {
+    figure(
+        "compute of a backward with late reductions: %.1f ms, with a separate group for them "
+        "%.1f ms",
+        one_group, two_groups);
+  }
+  EXPECT_LT(two_groups, 0.85 * one_group);
 }
 
 } // namespace

@@ -65,7 +65,8 @@ struct Plan {
   int prefetch = 0;
   int microbatches = 1;
   size_t input_buffers = 1;
-  bool placed = false; // and so not by an all-gather of the test's own
+  bool placed = false;         // and so not by an all-gather of the test's own
+  bool separate_group = false; // for reductions
 };
 
 /// Every gradient of every step, and the parameters after it.
@@ -88,6 +89,7 @@ std::vector<torch::Tensor> train(const Plan& run, const Late& late, bool is_late
   }
   auto root = fully_shard(net, run.options);
   root.set_reduce_scatter_max_input_buffers(static_cast<int>(run.input_buffers));
+  root.set_separate_reduce_scatter_group(run.separate_group);
   for (size_t i = 0; run.prefetch > 0 && i + run.prefetch < mlps.size(); ++i) {
     mlps[i].set_modules_to_forward_prefetch(
         {mlps.begin() + static_cast<int64_t>(i) + 1,
@@ -131,7 +133,8 @@ void expect_same_whoever_is_late(int num_ranks, const std::function<Plan()>& mak
   run_ranks(num_ranks, [&](int rank) {
     const OwnStream own;
     const auto run = make_run();
-    SCOPED_TRACE_OF(run.options.reshard_after_forward, run.options.mp_policy, run.prefetch);
+    SCOPED_TRACE_OF(
+        run.options.reshard_after_forward, run.options.mp_policy, run.prefetch, run.separate_group);
     const auto expected = train(run, kLate.front(), false);
     for (const auto& late : kLate) {
       for (const int who : {-1, num_ranks - 1}) { // all of them, or one
@@ -163,16 +166,19 @@ TEST_P(LateStreamsOnGpu, ChangeNoGradient) {
 
 TEST_P(LateStreamsOnGpu, ChangeNothingWithPrefetchCastsAndAccumulation) {
   SKIP_WITHOUT_GPU();
-  expect_same_whoever_is_late(GetParam(), [] {
-    return Plan{
-        .options =
-            {.mesh = init_device_mesh(torch::kCUDA, {get_world_size()}),
-             .reshard_after_forward = true,
-             .mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat}},
-        .prefetch = 2,
-        .microbatches = 2,
-        .input_buffers = 2};
-  });
+  for (const bool separate_group : {false, true}) {
+    expect_same_whoever_is_late(GetParam(), [=] {
+      return Plan{
+          .options =
+              {.mesh = init_device_mesh(torch::kCUDA, {get_world_size()}),
+               .reshard_after_forward = true,
+               .mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat}},
+          .prefetch = 2,
+          .microbatches = 2,
+          .input_buffers = 2,
+          .separate_group = separate_group};
+    });
+  }
 }
 
 // The same over placed gathers, whose buffers are the parameters: what is gathered next
@@ -308,6 +314,7 @@ struct SeenStreams : detail::CollectiveObserver {
 };
 
 TEST(SharedContext, UsesOneStreamOfEachKind) {
+  SKIP_WITHOUT_GPU();
   run_ranks(2, [](int) {
     const OwnStream own;
     std::vector<MLP> roots;

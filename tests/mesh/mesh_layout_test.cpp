@@ -1,4 +1,4 @@
-#include "mesh/mesh_layout.h"
+#include "layout/mesh_layout.h"
 
 #include <gtest/gtest.h>
 

@@ -97,54 +97,49 @@ TEST(CheckpointedTraining, GroupsThatSaveMemory) {
   });
 }
 
-TEST(CheckpointedTraining, TiedWeightsInAGroupOfTheirOwn) {
-  for (const int n : {2, 4}) {
-    run_ranks(n, [](int) {
-      for (const auto applied : kApplied) {
-        for (const bool reshard : {true, false}) {
-          SCOPED_TRACE_OF(applied, reshard);
-          const FullyShardOptions options{.reshard_after_forward = reshard};
-          auto net = seeded<Transformer>(small_args(applied));
-          auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
-          checkpoint_and_shard(net, applied, [&](Transformer& each) {
-            fully_shard({each->tok_embeddings, each->output}, options);
-            shard_transformer(each, options);
-          });
-          train_and_compare(net, reference, transformer_loss, 3);
-        }
+/// Trains a Transformer of groups that `shard` makes, checkpointed in every way.
+template <class Shard, class Loss>
+void expect_trains(int num_ranks, Shard shard, Loss loss_of, int steps) {
+  run_ranks(num_ranks, [&](int) {
+    for (const auto applied : kApplied) {
+      for (const bool reshard : {true, false}) {
+        SCOPED_TRACE_OF(applied, reshard);
+        auto net = seeded<Transformer>(small_args(applied));
+        auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
+        checkpoint_and_shard(net, applied, [&](Transformer& each) {
+          shard(each, FullyShardOptions{.reshard_after_forward = reshard});
+        });
+        train_and_compare(net, reference, loss_of, steps);
       }
-    });
+    }
+  });
+}
+
+TEST(CheckpointedTraining, TiedWeightsInAGroupOfTheirOwn) {
+  const auto shard = [](Transformer& net, const FullyShardOptions& options) {
+    fully_shard({net->tok_embeddings, net->output}, options);
+    shard_transformer(net, options);
+  };
+  for (const int n : {2, 4}) {
+    expect_trains(n, shard, transformer_loss, 3);
   }
 }
 
 // Two forwards, and one backward that frees what the recomputation of the other
 // needs.
 TEST(CheckpointedTraining, TwoForwardsOfNestedGroupsThenOneBackward) {
+  const auto shard = [](Transformer& net, const FullyShardOptions& options) {
+    for (auto& block : net->blocks) {
+      fully_shard(block->attention, options);
+      fully_shard(block->feed_forward, options);
+    }
+    shard_transformer(net, options);
+  };
+  const auto loss = [](Transformer& net, int step) {
+    return (transformer_loss(net, step) - 2 * transformer_loss(net, step + 50)).pow(2);
+  };
   for (const int n : {1, 2}) {
-    run_ranks(n, [](int) {
-      for (const auto applied : kApplied) {
-        for (const bool reshard : {true, false}) {
-          SCOPED_TRACE_OF(applied, reshard);
-          const FullyShardOptions options{.reshard_after_forward = reshard};
-          auto net = seeded<Transformer>(small_args(applied));
-          auto reference = seeded<Transformer>(ModelArgs{.n_layers = 3, .dropout_p = 0});
-          checkpoint_and_shard(net, applied, [&](Transformer& each) {
-            for (auto& block : each->blocks) {
-              fully_shard(block->attention, options);
-              fully_shard(block->feed_forward, options);
-            }
-            shard_transformer(each, options);
-          });
-          train_and_compare(
-              net, reference,
-              [](Transformer& each, int step) {
-                return (transformer_loss(each, step) - 2 * transformer_loss(each, step + 50))
-                    .pow(2);
-              },
-              2);
-        }
-      }
-    });
+    expect_trains(n, shard, loss, 2);
   }
 }
 

@@ -97,6 +97,17 @@ TEST(ApplyActivationCheckpointing, RefusesWhatItCannotIntercept) {
   EXPECT_SAME(moves(std::make_unique<Tensor>(x)), x.sin());
 }
 
+// A choice that fails at one module leaves none checkpointed.
+TEST(ApplyActivationCheckpointing, ARefusedChoiceCheckpointsNothing) {
+  auto net = Transformer(ModelArgs{});
+  EXPECT_THROW(
+      apply_activation_checkpointing(
+          net, [](const std::string&, torch::nn::Module&) { return true; }),
+      c10::ValueError); // dropout is not hooked
+  EXPECT_FALSE(net->fsdp_recompute);
+  EXPECT_FALSE(net->tok_embeddings->fsdp_recompute);
+}
+
 // ------------------------------------------------------------ Errors
 
 /// Does something else, or throws, from the second call on.

@@ -172,7 +172,7 @@ TEST(Checkpoint, AStopPassesWhatHandlesErrorsAndSparesWhatIsNoexcept) {
       } catch (const std::exception&) {
         ADD_FAILURE() << "no error, and none to be handled";
       }
-    } catch (...) { // NOLINT: it happens
+    } catch (...) { // a user may catch everything
     }
     return inner.defined() ? inner : t;
   };
@@ -183,6 +183,18 @@ TEST(Checkpoint, AStopPassesWhatHandlesErrorsAndSparesWhatIsNoexcept) {
   };
   check(swallows, x.exp());
   check([&](const Tensor& t) { return careless(t) + 1; }, x.sin().exp());
+}
+
+TEST(CheckpointDeathTest, AFunctionThatIsNoexceptMayBeCheckpointed) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        const auto x = torch::ones({3}).requires_grad_();
+        const auto f = [](const torch::Tensor& t) noexcept { return t.exp().sin(); };
+        checkpoint(f, x).sum().backward();
+        std::_Exit(0);
+      },
+      testing::ExitedWithCode(0), "");
 }
 
 TEST(Checkpoint, NestedOnesRunAsOftenAsInPython) {

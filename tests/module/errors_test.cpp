@@ -4,7 +4,7 @@
 #include <fsdp/error.h>
 #include <fsdp/tie_weights.h>
 
-#include "support/sharded.h"
+#include "module/lambda.h"
 
 namespace fsdp {
 namespace {
@@ -31,7 +31,7 @@ void refused(Statement statement, const std::vector<std::string>& parts) {
   }
 }
 
-TEST(Refused, ModulesThatCannotBeSharded) {
+TEST(FullyShardErrors, ModulesThatCannotBeSharded) {
   run_ranks(2, [](int) {
     Pair net;
     refused(
@@ -54,7 +54,7 @@ TEST(Refused, ModulesThatCannotBeSharded) {
   });
 }
 
-TEST(Refused, ContainersThatHaveAForwardAreNot) {
+TEST(FullyShardErrors, ContainersThatHaveAForwardAreNot) {
   struct CallableListImpl : torch::nn::ModuleListImpl {
     CallableListImpl() : ModuleListImpl() {
       push_back(linear(2, 2));
@@ -70,7 +70,7 @@ TEST(Refused, ContainersThatHaveAForwardAreNot) {
   });
 }
 
-TEST(Refused, MeshesThatDoNotFit) {
+TEST(FullyShardErrors, MeshesThatDoNotFit) {
   run_ranks(4, [](int) {
     Pair net;
     const auto cube = init_device_mesh(torch::kCPU, {4, 1, 1}, {"a", "b", "c"});
@@ -84,7 +84,26 @@ TEST(Refused, MeshesThatDoNotFit) {
   });
 }
 
-TEST(Refused, ReshardsThatDoNotDivide) {
+TEST(FullyShardErrors, MeshesWithoutNamesAreRefusedByNameOfModuleAndParameter) {
+  run_ranks(4, [](int) {
+    auto net = seeded<MLP>(4);
+    const auto grid = init_device_mesh(test_device(), {2, 2});
+    EXPECT_TRUE(contains(
+        message_of<c10::ValueError>([&] { fully_shard(net, {.mesh = grid}); }), "MLPImpl"));
+    const auto line = init_device_mesh(test_device(), {4}, {"dp"});
+    const auto place = [&](const std::string& name,
+                           const at::Tensor&) -> std::optional<ShardPlacement> {
+      return name == "out_proj.weight" ? std::optional(ShardPlacement{.dim = 0, .mesh = grid})
+                                       : std::nullopt;
+    };
+    EXPECT_TRUE(contains(
+        message_of<c10::ValueError>(
+            [&] { fully_shard(net, {.mesh = line, .shard_placement_fn = place}); }),
+        "out_proj.weight"));
+  });
+}
+
+TEST(FullyShardErrors, ReshardsThatDoNotDivide) {
   run_ranks(4, [](int) {
     Pair net;
     for (const int ranks : {3, 0, -1, 8}) {
@@ -119,7 +138,7 @@ struct ScalarImpl : torch::nn::Module {
 };
 FSDP_MODULE(Scalar);
 
-TEST(Refused, ParametersThatCannotBeSharded) {
+TEST(FullyShardErrors, ParametersThatCannotBeSharded) {
   run_ranks(4, [](int) {
     refused([&] { fully_shard(Scalar()); }, {"Change scalar_p to a 1D tensor"});
     Conv2d conv(torch::nn::Conv2dOptions(2, 4, 3));
@@ -138,7 +157,7 @@ TEST(Refused, ParametersThatCannotBeSharded) {
   });
 }
 
-TEST(Refused, TiedWeightsInTwoGroups) {
+TEST(FullyShardErrors, TiedWeightsInTwoGroups) {
   run_ranks(2, [](int) {
     auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0});
     fully_shard(net->tok_embeddings);
@@ -150,7 +169,22 @@ TEST(Refused, TiedWeightsInTwoGroups) {
   });
 }
 
-TEST(Refused, WeightsThatAreTiedByTheMemberAlone) {
+TEST(FullyShardErrors, ATiedWeightOutsideOfItsGroup) {
+  run_ranks(2, [](int) {
+    for (const bool reshard : {true, false}) {
+      SCOPED_TRACE_OF(reshard);
+      auto net = seeded<Transformer>(ModelArgs{.dropout_p = 0});
+      fully_shard(net->tok_embeddings, {.reshard_after_forward = reshard});
+      fully_shard(net, {.reshard_after_forward = reshard});
+      EXPECT_TRUE(contains(
+          message_of<c10::ValueError>([&] { net(random_tokens(0, {2, 16}, 8)); }),
+          "'output.weight' is shared with 'tok_embeddings.weight', which is already managed by "
+          "another FSDP group"));
+    }
+  });
+}
+
+TEST(FullyShardErrors, WeightsThatAreTiedByTheMemberAlone) {
   run_ranks(2, [](int) {
     Pair net;
     net->b->weight = net->a->weight;
@@ -165,7 +199,7 @@ TEST(Refused, WeightsThatAreTiedByTheMemberAlone) {
   });
 }
 
-TEST(Refused, AnInnerModuleThatRanFirst) {
+TEST(FullyShardErrors, AnInnerModuleThatRanFirst) {
   run_ranks(2, [](int) {
     Pair net;
     fully_shard(net->a);
@@ -179,7 +213,7 @@ TEST(Refused, AnInnerModuleThatRanFirst) {
   });
 }
 
-TEST(Refused, ModelsThatDifferBetweenRanks) {
+TEST(FullyShardErrors, ModelsThatDifferBetweenRanks) {
   const auto message = message_of<CommError>([] {
     run_ranks(2, [](int rank) {
       auto net = linear(8, rank == 0 ? 4 : 6); // gathered, both take as much room
@@ -191,7 +225,7 @@ TEST(Refused, ModelsThatDifferBetweenRanks) {
   EXPECT_TRUE(contains(message, "the ranks brought different calls"));
 }
 
-TEST(Refused, AGroupOfSeveralModulesAsTheRoot) {
+TEST(FullyShardErrors, AGroupOfSeveralModulesAsTheRoot) {
   run_ranks(2, [](int) {
     Pair net;
     fully_shard({net->a, net->b});
@@ -214,7 +248,7 @@ struct OnMetaImpl : torch::nn::Module {
 };
 FSDP_MODULE(OnMeta);
 
-TEST(Refused, ParametersOnMeta) {
+TEST(FullyShardErrors, ParametersOnMeta) {
   run_ranks(2, [](int) {
     OnMeta net;
     fully_shard(net->lin);
@@ -227,7 +261,21 @@ TEST(Refused, ParametersOnMeta) {
   });
 }
 
-TEST(Refused, Setters) {
+TEST(FullyShardErrors, HalfAModelOnMetaIsRefusedBeforeAnythingChanges) {
+  run_ranks(2, [](int) {
+    auto net = seeded<Stack>(4, 2);
+    auto& late = net->mlps[1]->in_proj->bias;
+    late.set_requires_grad(false);
+    late.unsafeGetTensorImpl()->shallow_copy_from(
+        torch::empty_like(late, torch::kMeta).getIntrusivePtr());
+    EXPECT_TRUE(contains(
+        message_of<c10::ValueError>([&] { fully_shard(net); }), "'1.in_proj.bias' is on the meta"));
+    EXPECT_FALSE(is_fsdp_module(net));
+    EXPECT_EQ(net->mlps[0]->in_proj->weight.sizes(), (std::vector<int64_t>{16, 4}));
+  });
+}
+
+TEST(FullyShardErrors, Setters) {
   run_ranks(2, [](int) {
     Pair net;
     auto child = fully_shard(net->a);
@@ -251,6 +299,33 @@ TEST(Refused, Setters) {
     refused<c10::Error>([&] { handle.unshard(); }, {"the module of this handle is gone"});
     refused([&] { as_dtensor(torch::ones({2})); }, {"not a parameter that fully_shard manages"});
     refused([&] { as_dtensor_grad(net->b->weight.detach()); }, {"not a parameter"});
+  });
+}
+
+TEST(FullyShardErrors, AFailedCallChangesNothing) {
+  run_ranks(4, [](int) {
+    auto net = seeded<MLP>(6);
+    const auto pairs = init_device_mesh(test_device(), {2, 2}, {"a", "b"})["b"];
+    EXPECT_THROW(
+        fully_shard(
+            net, {.shard_placement_fn = [&](const std::string& name,
+                                            const torch::Tensor&) -> std::optional<ShardPlacement> {
+              return name == "out_proj.bias" ? ShardPlacement{.dim = 3, .mesh = pairs}
+                                             : ShardPlacement(Shard{0});
+            }}),
+        c10::ValueError);
+    EXPECT_EQ(net->in_proj->weight.size(0), 24);
+    EXPECT_FALSE(is_fsdp_module(net));
+    fully_shard(net);
+  });
+}
+
+TEST(FullyShardErrors, TheNameOfAReturnedParameterIsItsOwn) {
+  run_ranks(2, [](int) {
+    auto net = seeded<Lambda>(
+        [](Linear& lin, const torch::Tensor&) { return std::vector{lin->bias.view({2, 3})}; });
+    fully_shard(net);
+    refused<c10::Error>([&] { net(lambda_input()); }, {"returns its parameter 'lin.bias'"});
   });
 }
 

@@ -60,6 +60,7 @@ TEST(Hsdp, TrainsOverAMeshOfGivenGroups) {
     const auto both = DeviceMesh::from_groups(
         test_device(), {grid.get_group(0), grid.get_group(1)}, grid.names(), grid.ranks());
     for (const auto& [given, made] : {std::pair{both, grid}, std::pair{shards, grid["dp_shard"]}}) {
+      SCOPED_TRACE(given.str());
       auto [one, other] = twins<Stack>(17);
       shard_stack(one, {.mesh = given});
       shard_stack(other, {.mesh = made});
@@ -210,20 +211,11 @@ TEST(Hsdp, GradientAccumulation) {
               each.scatter_only ? module.set_requires_all_reduce(last, recurse)
                                 : module.set_requires_gradient_sync(last, recurse);
             }
-            auto loss = stack_loss(net, 10 * step + microbatch);
-            auto expected = stack_loss(reference, 10 * step + microbatch);
-            EXPECT_TRUE(near(loss.detach(), expected.detach(), 1e-5));
-            loss.backward();
-            expected.backward();
+            compare_backward(net, reference, stack_loss, 10 * step + microbatch);
           }
           EXPECT_EQ(comm.count("reduce_scatter"), each.reduce_scatters);
           EXPECT_EQ(comm.count("all_reduce"), each.all_reduces);
-          average_gradients(*reference);
-          expect_parity(*net, *reference);
-          sharded_optimizer.step();
-          optimizer.step();
-          sharded_optimizer.zero_grad(step % 2 == 1);
-          optimizer.zero_grad(step % 2 == 1);
+          compare_and_step(net, reference, sharded_optimizer, optimizer, step % 2 == 1);
         }
       }
     }

@@ -4,7 +4,7 @@
 namespace fsdp {
 namespace {
 
-using namespace test; // NOLINT
+using namespace test;
 
 TEST(Nn, Linears) {
   expect_all_like_torch({

@@ -4,7 +4,7 @@
 namespace fsdp {
 namespace {
 
-using namespace test; // NOLINT
+using namespace test;
 using LstmResult = std::tuple<Tensor, std::tuple<Tensor, Tensor>>;
 
 TEST(Nn, Sequential) {

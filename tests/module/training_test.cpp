@@ -181,6 +181,36 @@ TEST(Training, TiedModulesInOneUnevenGroup) {
   }
 }
 
+TEST(Training, AGroupOfEmptyParameters) {
+  struct EmptyImpl : torch::nn::Module {
+    EmptyImpl() : nothing(register_parameter("nothing", torch::empty({0, 3}))) {}
+    torch::Tensor forward(const torch::Tensor& x) {
+      return x * 2 + nothing.sum();
+    }
+    torch::Tensor nothing;
+  };
+  run_ranks(2, [](int) {
+    Holder<EmptyImpl> net(std::make_shared<Hooked<EmptyImpl>>());
+    fully_shard(net);
+    net(torch::ones({2})).sum().backward();
+    EXPECT_EQ(net->nothing.grad().sizes(), net->nothing.sizes());
+  });
+}
+
+TEST(Training, GradientsFromBeforeShardingAreGone) {
+  run_ranks(2, [](int) {
+    auto [net, reference] = twins<Stack>(4);
+    net(random_batch(7, {2, 4})).sum().backward();
+    fully_shard(net);
+    for (const auto& param : net->parameters()) {
+      EXPECT_FALSE(param.grad().defined());
+    }
+    train_and_compare(net, reference, [](Stack& each, int step) {
+      return each(random_batch(step, {2, 4})).sum();
+    });
+  });
+}
+
 TEST(Training, LayersMadeShardedAndDestroyedOneByOne) {
   run_ranks(2, [](int) {
     for (int i = 0; i < 8; ++i) {

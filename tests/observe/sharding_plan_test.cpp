@@ -53,6 +53,7 @@ struct StackImpl : torch::nn::Module {
 FSDP_MODULE(Stack);
 
 void check_plan(const FullyShardOptions& options, bool frozen = false) {
+  SCOPED_TRACE_OF(options.reshard_after_forward, options.mp_policy, frozen);
   (void)memory_stats(torch::kCPU); // begins to count
   auto net = seeded<Stack>();
   if (frozen) {
@@ -81,7 +82,6 @@ void check_plan(const FullyShardOptions& options, bool frozen = false) {
 
 TEST(ShardingPlan, IsWhatAStepDoes) {
   for (const int n : {1, 2, 3}) {
-    SCOPED_TRACE(n);
     run_ranks(n, [](int) {
       check_plan({});
       check_plan({.reshard_after_forward = true});

@@ -29,14 +29,14 @@ void refused(
   }
 }
 
-class Refusals : public testing::Test {
+class ParallelErrors : public testing::Test {
  protected:
   static void run(const std::function<void(const DeviceMesh& tp)>& body) {
     run_ranks(2, [&](int) { body(init_device_mesh(torch::kCPU, {2}, {"tp"})); });
   }
 };
 
-TEST_F(Refusals, ModulesThatAreNotThere) {
+TEST_F(ParallelErrors, ModulesThatAreNotThere) {
   run([](const DeviceMesh& tp) {
     auto net = seeded<Transformer>(ModelArgs{});
     const auto refuse = [&](const std::string& name, const std::vector<std::string>& parts) {
@@ -59,7 +59,7 @@ TEST_F(Refusals, ModulesThatAreNotThere) {
   });
 }
 
-TEST_F(Refusals, ModulesThatDoNotFit) {
+TEST_F(ParallelErrors, ModulesThatDoNotFit) {
   run([](const DeviceMesh& tp) {
     auto net = seeded<Transformer>(ModelArgs{});
     refused(
@@ -83,7 +83,7 @@ TEST_F(Refusals, ModulesThatDoNotFit) {
   });
 }
 
-TEST_F(Refusals, MeshesAndLayoutsThatDoNotFit) {
+TEST_F(ParallelErrors, MeshesAndLayoutsThatDoNotFit) {
   run([](const DeviceMesh& tp) {
     auto net = seeded<MLP>(4);
     const auto grid = init_device_mesh(torch::kCPU, {1, 2}, {"dp", "tp"});
@@ -130,7 +130,7 @@ TEST_F(Refusals, MeshesAndLayoutsThatDoNotFit) {
   });
 }
 
-TEST_F(Refusals, ModulesThatAreParallelOrShardedAlready) {
+TEST_F(ParallelErrors, ModulesThatAreParallelOrShardedAlready) {
   run([](const DeviceMesh& tp) {
     auto net = seeded<MLP>(4);
     refused(
@@ -152,7 +152,7 @@ TEST_F(Refusals, ModulesThatAreParallelOrShardedAlready) {
   });
 }
 
-TEST_F(Refusals, SharedParametersThatWouldDisagree) {
+TEST_F(ParallelErrors, SharedParametersThatWouldDisagree) {
   run([](const DeviceMesh& tp) {
     auto net = seeded<Transformer>(ModelArgs{.weight_tying = true});
     const RowwiseParallel rows{.input_layouts = Replicate{}};
@@ -187,7 +187,7 @@ TEST_F(Refusals, SharedParametersThatWouldDisagree) {
   });
 }
 
-TEST_F(Refusals, MeshesOfFullyShardThatDoNotGoTogether) {
+TEST_F(ParallelErrors, MeshesOfFullyShardThatDoNotGoTogether) {
   run([](const DeviceMesh& tp) {
     auto net = seeded<MLP>(4);
     parallelize_module(net, tp, mlp_plan());

@@ -3,9 +3,9 @@
 
 #include <sstream>
 
+#include "layout/shard_layout.h"
 #include "support/processes.h"
 #include "support/tensors.h"
-#include "tensor/shard_layout.h"
 
 namespace fsdp::detail {
 namespace {

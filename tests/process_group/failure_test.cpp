@@ -60,7 +60,7 @@ TEST(Mismatch, OfDtypeKindOpRootOrSplitsIsCaught) {
   });
 }
 
-TEST(BadCall, IsRefusedBeforeItReachesAnybody) {
+TEST(CollectiveArguments, IsRefusedBeforeItReachesAnybody) {
   run_ranks(2, [](int rank) {
     const auto group = default_group();
     const auto refused = [&](const std::string& part, const std::function<void()>& call) {
@@ -94,7 +94,7 @@ TEST(BadCall, IsRefusedBeforeItReachesAnybody) {
   EXPECT_THROW(ProcessGroup().rank(), c10::Error);
 }
 
-TEST(BadCall, LazyViewsNegativeSplitsAndOverlapsAreRefused) {
+TEST(CollectiveArguments, LazyViewsNegativeSplitsAndOverlapsAreRefused) {
   run_ranks(2, [](int rank) {
     const auto group = default_group();
     const auto refused = [&](const std::string& part, const std::function<void()>& call) {

@@ -3,6 +3,7 @@
 import functools
 import os
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -131,6 +132,33 @@ def through_dcp(folder):
 
 def test_from_dcp_and_back(ranks, tmp_path):
     ranks(2).run(through_dcp, str(tmp_path))
+
+
+def save_by_dcp(folder):
+    state = state_of(*trained(ENGINES["torch"]), step=7, name="run", list=[1, (2.5, "x")])
+    dcp.save(state, checkpoint_id=f"{folder}/dcp")
+    expected = wholes(state)
+    if dist.get_rank() == 0:
+        torch.save(expected, f"{folder}/expected.pt")
+
+
+def load_converted(folder):
+    state = state_of(*trained(fsdp_cpp, seed=1, steps=1), step=0, name="", list=[0, (0.0, "")])
+    fsdp_cpp.load(state, f"{folder}/converted")
+    check_equal(state, torch.load(f"{folder}/expected.pt", map_location=DEVICE))
+
+
+def test_a_folder_of_dcp_is_converted(ranks, tmp_path):
+    ranks(2).run(save_by_dcp, str(tmp_path))
+    convert = [sys.executable, "-m", "fsdp_cpp.from_dcp", tmp_path / "dcp", tmp_path / "converted"]
+    subprocess.run(convert, check=True)
+    again = subprocess.run(convert, stderr=subprocess.PIPE, text=True)
+    assert again.returncode != 0 and "converted is there already" in again.stderr
+    subprocess.run([*convert, "--overwrite"], check=True)
+    ranks(2).run(load_converted, str(tmp_path))
+    if TOOL is not None:
+        verified = subprocess.run([TOOL, "verify", tmp_path / "converted"], check=True, capture_output=True, text=True)
+        assert "good" in verified.stdout
 
 
 @functools.cache  # DTensors keep the first of two equal meshes

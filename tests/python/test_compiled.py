@@ -54,3 +54,14 @@ def test_layers_in_place(ranks):
 
 def test_model(ranks):
     ranks(2).run(compiled, whole_model)
+
+
+def layers_in_place_afterwards(engine):
+    model = sharded_mlps(engine)
+    for layer in model:
+        layer.compile(backend=BACKEND, fullgraph=True)
+    return model
+
+
+def test_layers_in_place_after_sharding(ranks):
+    ranks(2).run(compiled, layers_in_place_afterwards)

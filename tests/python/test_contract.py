@@ -2,10 +2,14 @@
 
 import contextlib
 import copy
+import datetime
 import gc
 import inspect
+import io
+import pickle
 import sys
 import tempfile
+import time
 import types
 import weakref
 
@@ -14,9 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
-from parity import ENGINES, Mlp, batch, mesh_of, needs_torch_2_13, sharded_mlps, whole
+from parity import ENGINES, Mlp, batch, compare, mesh_of, needs_torch_2_13, sharded_mlps, train, whole
 from pool import DEVICE
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule as TorchReplicateModule
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -28,6 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp_cpp
+import fsdp_cpp.observe
 import fsdp_cpp.optim
 
 
@@ -49,10 +55,16 @@ def faces():
     assert type(layer.up.weight) is nn.Parameter
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
     assert layer.up.weight is weight  # a state dict has shards
-    with pytest.raises(AssertionError, match="does not support deepcopy"):
-        copy.deepcopy(model)
     assert type(model[:2]) is nn.Sequential
-    assert type(fsdp_cpp.replicate(Mlp(), mesh=mesh_of())).__name__ == "ReplicateMlp"
+    replica = fsdp_cpp.replicate(nn.Sequential(Mlp(), Mlp()), mesh=mesh_of())
+    assert type(replica).__name__ == "ReplicateSequential" and type(replica[:1]) is nn.Sequential
+    assert isinstance(replica, fsdp_cpp.ReplicateModule) and isinstance(replica, TorchReplicateModule)
+    for each in (model, replica):
+        with pytest.raises(AssertionError, match="does not support deepcopy"):
+            copy.deepcopy(each)
+    for each in (*model, model, model[0].up):  # for Dynamo
+        assert each._is_fsdp_managed_module and each._fsdp_use_orig_params
+    assert not hasattr(replica, "_is_fsdp_managed_module")
     replicas = sharded_mlps(fsdp_cpp, mesh=mesh_of(1, dist.get_world_size()))
     assert replicas[0].up.weight.placements == (Replicate(), Shard(0))
 
@@ -73,6 +85,26 @@ def test_signatures():
         if not name.startswith("_"):
             own = getattr(fsdp_cpp.FSDPModule, name)
             assert own is not method and signature(own) == signature(method), name
+
+
+def without_docstring(owner):
+    """The public functions and classes of a class or module that help() has nothing to say about."""
+    home = owner.__name__ if inspect.ismodule(owner) else owner.__module__
+    own = [name for name, value in vars(owner).items() if getattr(value, "__module__", None) == home]
+    return [
+        f"{owner.__name__}.{name}"
+        for name in getattr(owner, "__all__", own)
+        if not name.startswith("_") and callable(getattr(owner, name)) and not inspect.getdoc(getattr(owner, name))
+    ]
+
+
+def test_docstrings():
+    owners = [fsdp_cpp, fsdp_cpp.optim, fsdp_cpp.observe, fsdp_cpp.FSDPModule, fsdp_cpp.UnshardHandle]
+    owners += [getattr(fsdp_cpp.optim, name) for name in ("AdamW", "LowPrecisionAdamW", "Muon")]
+    owners += [fsdp_cpp.observe.Trace, fsdp_cpp.observe.Run]
+    assert [name for owner in owners for name in without_docstring(owner)] == []
+    arguments = list(inspect.signature(fsdp_cpp.fully_shard).parameters)
+    assert [name for name in arguments if f"        {name}: " not in fsdp_cpp.fully_shard.__doc__] == []
 
 
 def errors(engine_name):
@@ -156,6 +188,84 @@ def own_errors():
         model(batch(0))
 
 
+def functions_of_a_model():
+    """What torch.func would compute wrongly is refused."""
+    model = sharded_mlps(fsdp_cpp)
+    model(batch(0)).sum().backward()
+    params = dict(model.named_parameters())
+    computed = {name: 2 * param for name, param in params.items()}
+    with pytest.raises(ValueError, match="parameter '.*' was replaced by the result of a computation.*functional_call"):
+        torch.func.functional_call(model, computed, batch(0))
+    with torch.no_grad():  # without gradients nothing is lost
+        expected = torch.func.functional_call(model, {name: 2 * param for name, param in params.items()}, batch(0))
+        for param in params.values():
+            param.mul_(2)
+        assert torch.equal(model(batch(0)), expected)
+
+    def loss(x):
+        return model(x).sum()
+
+    transforms = {
+        "grad": lambda: torch.func.grad(loss)(batch(0)),
+        "jvp": lambda: torch.func.jvp(loss, (batch(0),), (batch(1),)),
+        "vmap": lambda: torch.func.vmap(loss)(batch(0)),
+    }
+    for name, transform in transforms.items():
+        with pytest.raises(NotImplementedError, match=f"torch.func .*{name}.* cannot go through the root module; use"):
+            transform()
+    model(batch(0)).sum().backward()  # goes on
+
+
+def test_functions_of_a_model(ranks):
+    ranks(2).run(functions_of_a_model)
+
+
+def pickled(engine_name):
+    engine = ENGINES[engine_name]
+    model = sharded_mlps(engine)
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(model)
+    param = pickle.loads(pickle.dumps(model[0].up.weight))
+    assert isinstance(param, DTensor) and param.placements == model[0].up.weight.placements
+    assert torch.equal(param.to_local(), model[0].up.weight.to_local())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole(loaded[name]), whole(value)), name
+    # A parameter's file has its own shard, not that of the whole group.
+    file = io.BytesIO()
+    torch.save(model[0].down.bias, file)
+    assert len(file.getvalue()) < 10_000
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_pickling(ranks, engine):
+    ranks(2).run(pickled, engine)
+
+
+def swapped():
+    """load_state_dict that swaps tensors instead of copying into them."""
+
+    def run(engine, model, seen):
+        train(engine, model, seen)
+        state = {name: (2 * value).detach() for name, value in model.state_dict().items()}
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            model.load_state_dict(state)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        for name, value in model.state_dict().items():
+            assert torch.equal(whole(value), whole(state[name])), name
+        train(engine, model, seen)
+
+    compare(sharded_mlps, run, collectives=False)  # the test itself gathers
+
+
+def test_load_that_swaps_tensors(ranks):
+    ranks(2).run(swapped)
+
+
 def damaged_tensors():
     model = sharded_mlps(fsdp_cpp)
     hook = next(iter(model._forward_pre_hooks.values()))
@@ -171,6 +281,19 @@ def damaged_tensors():
     weight._local_tensor = None
     with pytest.raises(TypeError, match="is a NoneType, not a tensor"):
         model(batch(0))
+
+
+def grad_of_other_sizes():
+    model = sharded_mlps(fsdp_cpp)
+    model(batch(0)).sum().backward()
+    grad = model[0].up.weight.grad
+    grad._local_tensor = grad._local_tensor[:, :3].clone()
+    with pytest.raises(ValueError, match="the .grad of parameter '0.up.weight' has a local tensor .*set it to None"):
+        model(batch(0)).sum().backward()
+
+
+def test_grad_of_other_sizes(ranks):
+    ranks(2).run(grad_of_other_sizes)
 
 
 def test_damaged_tensors(ranks):
@@ -193,6 +316,22 @@ def test_clip_grad_norm_of_every_type(ranks):
     ranks(2).run(norms)
 
 
+def norms_of_few_elements():
+    """Not every rank has elements of the only parameters."""
+    for norm_type in (1, 2, float("inf")):
+        model = fsdp_cpp.fully_shard(nn.Linear(6, 5, device=DEVICE), mesh=mesh_of())
+        model(batch(0)).square().mean().backward()
+        expected = [whole(param.grad) for param in model.parameters()]
+        norm = torch.nn.utils.get_total_norm(expected, norm_type)
+        torch.testing.assert_close(fsdp_cpp.optim.clip_grad_norm_(model.parameters(), 0.01, norm_type), norm)
+        for param, grad in zip(model.parameters(), expected):
+            torch.testing.assert_close(whole(param.grad), grad * torch.clamp(0.01 / (norm + 1e-6), max=1.0))
+
+
+def test_clip_grad_norm_where_ranks_have_no_elements(ranks):
+    ranks(4).run(norms_of_few_elements)
+
+
 def test_own_errors(ranks):
     ranks(2).run(own_errors)
 
@@ -200,7 +339,8 @@ def test_own_errors(ranks):
 def ranks_that_disagree():
     torch.manual_seed(0)
     model = sharded_mlps(fsdp_cpp, layers=2)
-    with pytest.raises(RuntimeError, match="rank"):
+    # Either order: a rank may be ahead of the other.
+    with pytest.raises(RuntimeError, match="(?s)(module '0'.*module '1'|module '1'.*module '0')"):
         for step in range(5):
             first, second = (model[0], model[1]) if dist.get_rank() == 0 else (model[1], model[0])
             model.forward = lambda x, first=first, second=second: second(first(x))
@@ -209,6 +349,38 @@ def ranks_that_disagree():
 
 def test_ranks_that_call_other_modules(ranks):
     ranks(2).run(ranks_that_disagree)
+
+
+def a_rank_that_is_late():
+    group = dist.new_group(timeout=datetime.timedelta(seconds=5))
+    model = sharded_mlps(fsdp_cpp, mesh=dist.DeviceMesh.from_group(group, DEVICE))
+    model(batch(0)).sum().backward()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="(?s)for module '0'.* failed on rank 0 .*: rank 1 is late or gone, or still waiting; "):
+            model(batch(1))
+    else:
+        time.sleep(9)
+    dist.barrier()  # of the world, where nothing has failed
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="NCCL ends the process")
+def test_the_error_names_a_rank_that_is_late(ranks):
+    ranks(2).run(a_rank_that_is_late)
+
+
+def hooks_from_before():
+    """Gets the whole gradient here. torch's engine drops the hook."""
+    shapes = {}
+    for which, engine in ENGINES.items():
+        model, seen = Mlp().to(DEVICE), []
+        model.up.weight.register_hook(lambda grad, seen=seen: seen.append(tuple(grad.shape)))
+        engine.fully_shard(model, mesh=mesh_of())(batch(0)).sum().backward()
+        shapes[which] = seen
+    assert shapes == {"torch": [], "fsdp_cpp": [(10, 6)]}
+
+
+def test_hooks_from_before_fully_shard(ranks):
+    ranks(2).run(hooks_from_before)
 
 
 def optimizers(clip):

@@ -1,11 +1,11 @@
-"""Schedules of torch.distributed.pipelining whose stages are sharded, with both engines."""
+"""Schedules of torch.distributed.pipelining whose stages are sharded or replicated, with both engines."""
 
 import functools
 
 import pytest
 import torch
 import torch.distributed as dist
-from parity import ENGINES, Mlp, whole
+from parity import ENGINES, Mlp, needs_torch_2_13, whole
 from pool import DEVICE
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
@@ -21,7 +21,7 @@ def pipeline_mesh():
     return dist.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("pipeline", "data"))
 
 
-def train_in_stages(engine, schedule_class, stages_per_rank):
+def train_in_stages(engine, schedule_class, stages_per_rank, api):
     """Returns losses, gradients and parameters of this rank's stages after three steps."""
     mesh = pipeline_mesh()
     place, count = mesh.get_local_rank("pipeline"), 2 * stages_per_rank
@@ -29,9 +29,8 @@ def train_in_stages(engine, schedule_class, stages_per_rank):
     for index in range(place, count, 2):
         torch.manual_seed(index)
         model = nn.Sequential(Mlp(), Mlp()).to(DEVICE)
-        for layer in model:
-            engine.fully_shard(layer, mesh=mesh["data"])
-        engine.fully_shard(model, mesh=mesh["data"])
+        for layer in (*model, model):
+            getattr(engine, api)(layer, mesh=mesh["data"])
         models.append(model)
         optimizers.append(torch.optim.SGD(model.parameters(), lr=1e-2))
         device = torch.device(DEVICE)
@@ -57,12 +56,12 @@ def train_in_stages(engine, schedule_class, stages_per_rank):
     return seen + [whole(param) for model in models for param in model.parameters()]
 
 
-def pipelined(schedule):
+def pipelined(schedule, api):
     results = []
     for which, engine in ENGINES.items():
         undo = fsdp_cpp.patch_torch() if which == "fsdp_cpp" else None
         try:
-            results.append(train_in_stages(engine, *SCHEDULES[schedule]))
+            results.append(train_in_stages(engine, *SCHEDULES[schedule], api))
         finally:
             if undo:
                 undo()
@@ -74,4 +73,10 @@ def pipelined(schedule):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stages_that_are_sharded(ranks, schedule):
-    ranks(4).run(pipelined, schedule)
+    ranks(4).run(pipelined, schedule, "fully_shard")
+
+
+@needs_torch_2_13
+@pytest.mark.parametrize("schedule", ["1F1B", "interleaved 1F1B"])
+def test_stages_that_are_replicated(ranks, schedule):
+    ranks(4).run(pipelined, schedule, "replicate")

@@ -179,6 +179,46 @@ def test_replicas(ranks):
     ranks(4).run(with_replicas)
 
 
+def test_three_axes(ranks):
+    ranks(8).run(tensor_parallel, (2, 2, 2), {})
+
+
+class Experts(nn.Module):
+    """A linear map per expert, divided over experts and columns, before a map that all ranks have."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        weight = torch.randn(4, 8, 6, device=DEVICE)
+        self.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0), Shard(2)]))
+        self.first = nn.Linear(8, 8, device=DEVICE)
+
+    def forward(self, x):
+        return torch.einsum("bsd,edf->ebsf", self.first(x), self.weight.to_local())
+
+
+def experts():
+    mesh = named_mesh((1, 2, 2), ("dp", "ep", "tp"))
+
+    def make_model(engine):
+        return engine.fully_shard(Experts(mesh["ep", "tp"]), mesh=mesh["dp"])
+
+    def run(engine, model, seen):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for step in range(3):
+            loss = model(batch(step, mesh)).square().mean()
+            loss.backward()
+            see_grads(model, seen, loss)
+            seen.append(("placements", str((model.weight.placements, model.weight.device_mesh.shape))))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    compare(make_model, run)
+
+
+def test_experts_and_columns(ranks):
+    ranks(4).run(experts)
+
+
 def replicated():
     mesh = mesh_of(2, 2)
 

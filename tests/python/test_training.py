@@ -222,6 +222,22 @@ def test_custom_collectives(ranks):
     ranks(2).run(custom_collectives)
 
 
+def memory_of_the_process_group():
+    def run(engine, model, seen):
+        for layer in (model, *model):
+            layer.set_allocate_memory_from_process_group_for_comm(True)
+        train(engine, model, seen)
+        model[0].set_custom_all_gather(Gather([]))
+        with pytest.raises(AssertionError):
+            model[0].set_allocate_memory_from_process_group_for_comm(True)
+
+    compare(sharded_mlps, run)
+
+
+def test_memory_of_the_process_group(ranks):
+    ranks(2).run(memory_of_the_process_group)
+
+
 def post_optim_event():
     def run(engine, model, seen):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -305,6 +321,27 @@ def test_activation_checkpointing(ranks, reentrant):
 
 def test_selective_activation_checkpointing(ranks):
     ranks(2).run(recomputation, False, True)
+
+
+class Recomputed(Mlp):
+    """Recomputes its forward below its own __call__, as the layers of transformers do."""
+
+    def __call__(self, *args):
+        return checkpoint(super().__call__, *args, use_reentrant=False)
+
+
+def recomputation_below_call():
+    def make(engine):
+        model = nn.Sequential(*[Recomputed() for _ in range(3)])
+        for layer in model:
+            engine.fully_shard(layer, mesh=mesh_of())
+        return engine.fully_shard(model, mesh=mesh_of())
+
+    compare(make)
+
+
+def test_activation_checkpointing_below_call(ranks):
+    ranks(2).run(recomputation_below_call)
 
 
 def gradient_hooks():

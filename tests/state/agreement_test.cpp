@@ -46,6 +46,7 @@ std::string error_of(int num_ranks, bool one_group, const std::vector<size_t>& o
 
 TEST(Agreement, AnotherOrder) {
   for (const int n : {2, 4}) {
+    SCOPED_TRACE_OF(n);
     const auto message = error_of(n, /*one_group=*/false, {1, 0});
     EXPECT_TRUE(contains(message, "the ranks brought different calls"));
     EXPECT_TRUE(contains(message, "rank 0: all_gather of module 'choice0'"));

@@ -122,6 +122,9 @@ TEST(Counts, GradientAccumulation) {
       {"root_only", 2, true, 24, 10},      {"root_only", false, true, 12, 10},
       {"root_only", false, false, 10, 10},
   };
+  const auto loss_of_batch = [](LinearThenMLPs& net, int batch) {
+    return net(random_batch(batch, {2, 32})).sum();
+  };
   run_ranks(4, [&](int) {
     for (const auto& each : cases) {
       SCOPED_TRACE(each.mode);
@@ -147,21 +150,11 @@ TEST(Counts, GradientAccumulation) {
               module.set_reshard_after_backward(last, recurse);
             }
           }
-          const auto input = random_batch(10 * step + microbatch, {2, 32});
-          auto loss = net(input).sum();
-          auto expected = reference(input).sum();
-          EXPECT_TRUE(near(loss.detach(), expected.detach(), 1e-5));
-          loss.backward();
-          expected.backward();
+          compare_backward(net, reference, loss_of_batch, 10 * step + microbatch);
         }
         EXPECT_EQ(comm.count("all_gather"), each.gathers);
         EXPECT_EQ(comm.count("reduce_scatter"), each.reductions);
-        average_gradients(*reference);
-        expect_parity(*net, *reference);
-        sharded_optimizer.step();
-        optimizer.step();
-        sharded_optimizer.zero_grad(step % 2 == 1);
-        optimizer.zero_grad(step % 2 == 1);
+        compare_and_step(net, reference, sharded_optimizer, optimizer, step % 2 == 1);
       }
     }
   });

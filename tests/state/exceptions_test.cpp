@@ -16,7 +16,7 @@ using namespace test;
 
 // ------------------------------------------------------------ Calls around the hooks
 
-TEST(Bypass, IsCaughtInTheFirstForward) {
+TEST(CallsAroundTheHooks, IsCaughtInTheFirstForward) {
   struct AroundImpl : torch::nn::Module {
     AroundImpl() : mlp(register_module("mlp", MLP(4))) {}
     torch::Tensor forward(const torch::Tensor& x) {
@@ -44,7 +44,7 @@ TEST(Bypass, IsCaughtInTheFirstForward) {
   }
 }
 
-TEST(Bypass, AProtectedForwardDoesNotCompileOtherwise) {
+TEST(CallsAroundTheHooks, AProtectedForwardDoesNotCompileOtherwise) {
   struct GuardedImpl : torch::nn::Module {
     GuardedImpl() : lin(register_module("lin", linear(2, 2))) {}
     Linear lin;

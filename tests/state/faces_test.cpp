@@ -99,6 +99,29 @@ TEST(Faces, EvaluationAnywhereSeesTheNewestWeights) {
   });
 }
 
+TEST(Faces, EvaluationWithAGroupOfSeveralKeptModules) {
+  run_ranks(2, [](int) {
+    auto [net, reference] = twins<Stack>(6);
+    fully_shard({net->mlps[0], net->mlps[1]}, {.reshard_after_forward = false});
+    fully_shard(net);
+    train_and_compare(net, reference, [](Stack& each, int step) {
+      auto loss = each(random_batch(step, {2, 6})).sum();
+      loss.backward();
+      each->zero_grad();
+      {
+        torch::NoGradGuard no_grad;
+        each(random_batch(step, {2, 6}));
+        for (const auto& param : each->parameters()) {
+          EXPECT_TRUE(
+              !detail::FSDPParam::find(param) ||
+              param.sizes() == as_dtensor(param).to_local().sizes());
+        }
+      }
+      return each(random_batch(step, {2, 6})).sum();
+    });
+  });
+}
+
 TEST(Faces, MemoryThatIsKeptIsNotTakenForWhatAStepMadeOfIt) {
   run_ranks(2, [](int) {
     auto net = sharded_net(false);

@@ -198,5 +198,44 @@ TEST(Recomputation, PrefetchOfGroupsInsideOfCheckpointedBlocks) {
   });
 }
 
+// ------------------------------------------------------------ What backward does not need
+
+struct SquareEmbeddingImpl : torch::nn::Module {
+  SquareEmbeddingImpl() : table(register_module("table", Embedding(8, 4))) {}
+  torch::Tensor forward(const torch::Tensor& tokens) {
+    return table(tokens).pow(2);
+  }
+  Embedding table;
+};
+FSDP_MODULE(SquareEmbedding);
+
+struct EmbeddingNetImpl : torch::nn::Module {
+  EmbeddingNetImpl()
+      : first(register_module("first", SquareEmbedding())),
+        last(register_module("last", linear(4, 4))) {}
+  torch::Tensor forward(const torch::Tensor& tokens) {
+    return last(first(tokens));
+  }
+  SquareEmbedding first;
+  Linear last;
+};
+FSDP_MODULE(EmbeddingNet);
+
+// Backward alone does not need the table, but recomputation does. Upstream looks into the shard.
+TEST(Recomputation, GathersWhatBackwardDoesNotNeed) {
+  run_ranks(2, [](int) {
+    auto [net, reference] = twins<EmbeddingNet>();
+    net->to(torch::kDouble);
+    reference->to(torch::kDouble);
+    auto first = fully_shard(net->first, {.reshard_after_forward = true});
+    fully_shard(net);
+    first.set_unshard_in_backward(false);
+    apply_activation_checkpointing(net->first);
+    train_and_compare(net, reference, [](EmbeddingNet& each, int step) {
+      return each(random_tokens(step, {2, 3}, 4)).pow(2).sum(); // rows that rank 0 has
+    });
+  });
+}
+
 } // namespace
 } // namespace fsdp

@@ -2,44 +2,13 @@
 // writes count.
 #include <fsdp/call.h>
 #include <fsdp/state_dict.h>
-#include <torch/csrc/autograd/autograd.h>
 
-#include "state/small_net.h"
+#include "state/mixed_net.h"
 
 namespace fsdp {
 namespace {
 
 using namespace test;
-
-/// Parameters that belong to the root's group, used in several ways.
-struct MixedImpl : torch::nn::Module {
-  MixedImpl()
-      : inner(register_module("inner", MLP(6))),
-        head(register_module("head", linear(6, 5))),
-        plain(register_module("plain", torch::nn::Linear(6, 6))),
-        scale(register_parameter("scale", torch::full({2}, 1.5))) {}
-  torch::Tensor forward(const torch::Tensor& x) {
-    auto h = plain(around ? inner->as<MLPImpl>()->forward(x) : inner(x));
-    if (hook && h.requires_grad()) {
-      h.register_hook(hook);
-    }
-    return head(h) * scale.mean();
-  }
-  torch::Tensor loss(const torch::Tensor& x) {
-    return head(x).sum();
-  }
-  MLP inner;
-  Linear head;
-  torch::nn::Linear plain;
-  torch::Tensor scale;
-  bool around = false;
-  std::function<void(torch::Tensor)> hook;
-};
-FSDP_MODULE(Mixed);
-
-torch::Tensor mixed_loss(Mixed& net, int step) {
-  return net(random_batch(step, {3, 6})).pow(2).sum();
-}
 
 torch::Tensor ones(at::IntArrayRef sizes) {
   return torch::ones(sizes).to(test_device());
@@ -155,22 +124,14 @@ TEST(ShardsAtRest, MayBeReadAndWritten) {
 // Backward reads what autograd saved of a shard when the parameter may be whole.
 TEST(ShardsAtRest, MayBePenalised) {
   for (const int n : {1, 2, 3}) {
-    for (const bool reshard : {false, true}) {
-      run_ranks(n, [&](int) {
-        SCOPED_TRACE_OF(reshard);
-        auto [net, reference] = twins<Mixed>();
-        fully_shard(net->inner, {.reshard_after_forward = reshard});
-        fully_shard(net, {.reshard_after_forward = reshard});
-        train_and_compare(net, reference, [&](Mixed& each, int step) {
-          auto penalty = torch::zeros({}, test_device());
-          for (const auto& param : each->parameters()) {
-            penalty = penalty + param.pow(2).sum();
-          }
-          penalty = penalty - penalty.detach(); // its value differs between ranks
-          return each(random_batch(step, {3, 6})).pow(2).sum() + penalty;
-        });
-      });
-    }
+    train_mixed(n, [](Mixed& each, int step) {
+      auto penalty = torch::zeros({}, test_device());
+      for (const auto& param : each->parameters()) {
+        penalty = penalty + param.pow(2).sum();
+      }
+      penalty = penalty - penalty.detach(); // its value differs between ranks
+      return each(random_batch(step, {3, 6})).pow(2).sum() + penalty;
+    });
   }
 }
 
@@ -313,161 +274,6 @@ TEST(WrittenWholes, AStepBetweenForwardAndBackwardIsAnError) {
         message_of<c10::Error>([&] { loss.backward(); }),
         "'scale' was written to while it was unsharded"));
   });
-}
-
-// ------------------------------------------------------------ Members that are replaced
-
-TEST(ReplacedMembers, AreFoundByTheNextForwards) {
-  for (const bool late : {false, true}) {
-    run_ranks(2, [&](int) {
-      auto [net, reference] = twins<Mixed>();
-      fully_shard(net->inner);
-      fully_shard(net);
-      if (late) {
-        train_and_compare(net, reference, mixed_loss, 5);
-      }
-      const auto expect_found = [&](const std::string& param) {
-        std::string message;
-        for (int step = 0; step < 8 && message.empty(); ++step) {
-          try {
-            mixed_loss(net, step).backward();
-          } catch (const c10::Error& error) {
-            message = error.what_without_backtrace();
-          }
-        }
-        EXPECT_TRUE(contains(message, "does not use its parameter '" + param + "'"));
-        EXPECT_TRUE(contains(message, "replaced after fully_shard"));
-      };
-      const auto weight = net->head->weight;
-      net->head->weight = ones({5, 6}).set_requires_grad(true);
-      expect_found("head.weight");
-      net->head->weight = weight;
-      if (!late) {
-        net->head = linear(6, 5);
-        to_test_device(*net->head);
-        expect_found("head.weight");
-      }
-    });
-  }
-}
-
-TEST(ReplacedMembers, UnusedParametersAndInputsAreNotMeant) {
-  run_ranks(2, [](int) {
-    auto [net, reference] = twins<DoubleLinear>(6, /*use_second_linear=*/false);
-    fully_shard(net);
-    auto outside = ones({6, 6}).set_requires_grad(true); // of the sizes of a weight
-    for (int step = 0; step < 4; ++step) {
-      net(outside * 2).front().sum().backward();
-      net(outside).front().sum().backward();
-    }
-    EXPECT_TRUE(outside.grad().defined());
-  });
-}
-
-// ------------------------------------------------------------ Backward at odd times
-
-TEST(OddBackward, OfAForwardBeforeFullyShard) {
-  run_ranks(2, [](int) {
-    auto [net, reference] = twins<Mixed>();
-    const auto before = mixed_loss(net, 0);
-    fully_shard(net->inner);
-    fully_shard(net);
-    EXPECT_TRUE(contains(
-        message_of<c10::Error>([&] { before.backward(); }),
-        "a forward that ran before fully_shard"));
-    train_and_compare(net, reference, mixed_loss, 2);
-  });
-}
-
-TEST(OddBackward, AfterTheModuleIsGone) {
-  for (const bool reshard : {false, true}) {
-    run_ranks(2, [&](int) {
-      auto net = seeded<Mixed>();
-      fully_shard(net->inner, {.reshard_after_forward = reshard});
-      fully_shard(net, {.reshard_after_forward = reshard});
-      const auto loss = mixed_loss(net, 0);
-      net = nullptr;
-      EXPECT_TRUE(
-          contains(message_of<c10::Error>([&] { loss.backward(); }), "after the module was gone"));
-    });
-  }
-}
-
-#if TORCH_VERSION_MINOR >= 13 // before, torch has no message for it
-TEST(OddBackward, WithoutTheWeightsThatItNeeds) {
-  run_ranks(2, [](int) {
-    auto net = seeded<Mixed>();
-    auto inner = fully_shard(net->inner);
-    fully_shard(net);
-    inner.set_unshard_in_backward(false);
-    const auto loss = mixed_loss(net, 0);
-    EXPECT_TRUE(
-        contains(message_of<c10::Error>([&] { loss.backward(); }), "set_unshard_in_backward"));
-  });
-}
-#endif
-
-// A hook on an activation runs while the modules before it still need their weights.
-TEST(OddBackward, WithAHookThatReshards) {
-  run_ranks(2, [](int) {
-    for (const bool reshard : {false, true}) {
-      SCOPED_TRACE_OF(reshard);
-      auto net = seeded<Mixed>();
-      auto root = fully_shard(net);
-      net->hook = [&](torch::Tensor) {
-        if (reshard) {
-          root.reshard();
-        } else {
-          get_model_state_dict(net);
-        }
-      };
-      const auto loss = mixed_loss(net, 0);
-      EXPECT_TRUE(
-          contains(message_of<c10::Error>([&] { loss.backward(); }), "while its backward runs"));
-      net->hook = nullptr;
-      mixed_loss(net, 0).backward();
-    }
-  });
-}
-
-// Neither the forward nor the backward of one may free what the other still needs.
-TEST(OddBackward, OfTwoBackwards) {
-  for (const bool reshard : {false, true}) {
-    run_ranks(2, [&](int) {
-      auto [net, reference] = twins<Mixed>();
-      fully_shard(net->inner, {.reshard_after_forward = reshard});
-      fully_shard(net, {.reshard_after_forward = reshard});
-      train_and_compare(net, reference, [](Mixed& each, int step) {
-        torch::Tensor sum = torch::zeros({}, test_device());
-        for (const int i : {0, 1}) {
-          const auto x = random_batch(2 * step + i, {3, 6}).set_requires_grad(true);
-          const auto y = each(x).pow(2).sum();
-          const auto slopes = torch::autograd::grad({y}, {x}, {}, true, /*create_graph=*/true);
-          sum = sum + slopes[0].pow(2).sum();
-        }
-        return sum;
-      });
-    });
-  }
-}
-
-TEST(OddBackward, OfABackward) {
-  for (const int n : {1, 2}) {
-    for (const bool reshard : {false, true}) {
-      run_ranks(n, [&](int) {
-        auto [net, reference] = twins<Mixed>();
-        fully_shard(net->inner, {.reshard_after_forward = reshard});
-        fully_shard(net, {.reshard_after_forward = reshard});
-        train_and_compare(net, reference, [](Mixed& each, int step) {
-          const auto x = random_batch(step, {3, 6}).set_requires_grad(true);
-          const auto y = each(x).pow(2).sum();
-          const auto slopes =
-              torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true);
-          return y + slopes[0].pow(2).sum();
-        });
-      });
-    }
-  }
 }
 
 // ------------------------------------------------------------ Uneven shards of any dim

@@ -397,6 +397,20 @@ TEST(OptimizerStateDict, NamesWhatDoesNotFitAndChangesNothing) {
   });
 }
 
+TEST(OptimizerStateDict, StepsThatAreNoNumbersOfStepsAreRefused) {
+  run_ranks(2, [](int) {
+    auto net = seeded<MLP>(4);
+    fully_shard(net);
+    optim::AdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.1));
+    for (const double step : {double{INFINITY}, 1e300}) {
+      SCOPED_TRACE_OF(step);
+      auto state = get_optimizer_state_dict(net, optimizer);
+      state.set("state.in_proj.weight.step", step);
+      message_of<c10::ValueError>([&] { set_optimizer_state_dict(net, optimizer, state); });
+    }
+  });
+}
+
 TEST(OptimizerStateDict, OneRankThatFailsStopsAll) {
   run_ranks(4, [](int rank) {
     auto net = seeded<Stack>(5);

@@ -88,6 +88,7 @@ TEST(Resume, FromAnyLayoutToAnyOtherBitForBit) {
   std::map<std::string, double> next_loss;
   for (const auto& from : kLayouts) {
     run_ranks(from.ranks(), [&](int rank) {
+      SCOPED_TRACE(from.name());
       Training training(from, 1);
       training.step(0);
       training.step(1);

@@ -8,8 +8,8 @@
 
 namespace fsdp::test {
 
-/// What rank `rank` brings in the checks below: small whole numbers, so that
-/// sums are exact in every dtype and any order.
+/// The input of rank `rank` in the checks below. It consists of small whole numbers, so sums are
+/// exact in every dtype and in any order.
 inline torch::Tensor brought(int rank, int64_t numel, torch::ScalarType type = torch::kFloat) {
   return (torch::arange(numel) % 3 + rank % 4).to(type);
 }
@@ -22,8 +22,8 @@ inline torch::Tensor sum_of_all(int size, int64_t numel, torch::ScalarType type 
   return sum.to(type);
 }
 
-/// Every collective on `group`, with `numel` elements per rank, against its
-/// definition. To be called by every rank.
+/// Compares every collective on `group` with its definition. Each rank has `numel` elements. Every
+/// rank must call it.
 inline void check_every_collective(
     const ProcessGroup& group, int64_t numel, torch::Device device = torch::kCPU) {
   const int n = group.size();
@@ -45,7 +45,7 @@ inline void check_every_collective(
   EXPECT_SAME(parts, brought(rank, n * numel)); // inputs stay as they are
   group.reduce_scatter(scattered, parts, ReduceOp::Avg);
   EXPECT_CLOSE(scattered, my_part / n);
-  const bool scales = n > 1 || group.backend_name() != "nccl"; // NCCL alone only copies
+  const bool scales = n > 1 || group.backend_name() != "nccl"; // a single rank of NCCL only copies
   if (scales) {
     group.reduce_scatter(scattered, parts, ReduceOp::premul_sum(0.5));
     EXPECT_SAME(scattered, my_part * 0.5);
@@ -100,7 +100,7 @@ inline void check_every_collective(
     start += r + 1;
   }
 
-  // Asynchronous: issued together, waited for in another order.
+  // Asynchronous collectives start together and are waited for in another order.
   auto a = mine.clone();
   auto b = torch::empty({n * numel}, device);
   auto first = group.all_reduce_async(a);

@@ -9,8 +9,8 @@
 
 namespace fsdp::test {
 
-/// Where models and batches of tests are: the CPU, or what FSDP_TEST_DEVICE
-/// names, so that the engine's tests run on a GPU as they are.
+/// The device of the tests' models and batches: the CPU, or the one that FSDP_TEST_DEVICE names.
+/// Tests of the engine run on a GPU without a change.
 inline c10::DeviceType test_device() {
   static const auto type = [] {
     const char* name = std::getenv("FSDP_TEST_DEVICE");
@@ -19,7 +19,7 @@ inline c10::DeviceType test_device() {
   return type;
 }
 
-/// Where it is missing, all tests of the binary are skipped.
+/// Skips all tests of the binary if the device is missing.
 struct TestDevice : testing::Environment {
   void SetUp() override {
     if (test_device() == c10::kCUDA && !torch::cuda::is_available()) {
@@ -30,13 +30,13 @@ struct TestDevice : testing::Environment {
 inline testing::Environment* const test_device_environment =
     testing::AddGlobalTestEnvironment(new TestDevice);
 
-/// Its default stream.
+/// The default stream of test_device().
 inline c10::Stream test_stream() {
   const c10::DeviceIndex index = test_device() == c10::kCPU ? -1 : 0;
   return c10::Stream(c10::Stream::DEFAULT, c10::Device(test_device(), index));
 }
 
-/// Moves what has memory.
+/// Moves `module` to test_device(), unless a part of it is on the meta device.
 inline void to_test_device(torch::nn::Module& module) {
   const auto params = module.parameters();
   const bool on_meta = std::any_of(

@@ -18,6 +18,7 @@
 
 #include "process_group/gather_plan.h"
 #include "process_group/observer.h"
+#include "runtime/stream.h"
 
 #define SKIP_WITHOUT_GPU()                  \
   if (!torch::cuda::is_available()) {       \
@@ -26,21 +27,22 @@
 
 namespace fsdp::test {
 
+/// This rank's GPU.
 inline torch::Device gpu() {
-  return {torch::kCUDA, 0};
+  return detail::current_device(torch::kCUDA);
 }
 
 inline c10::Stream gpu_stream() {
   return c10::impl::VirtualGuardImpl(torch::kCUDA).getStream(gpu());
 }
 
-/// A stream of the calling rank's own, current while this lives.
+/// A new stream. It is current for the calling rank while this object exists.
 struct OwnStream {
   c10::impl::VirtualGuardImpl device{torch::kCUDA};
   c10::StreamGuard guard{device.getStreamFromGlobalPool(gpu())};
 };
 
-/// Leaves the world however the test ends.
+/// Joins a world, and leaves it at the end of the scope.
 struct ScopedProcessGroup {
   explicit ScopedProcessGroup(const InitOptions& options) {
     init_process_group(options);
@@ -60,11 +62,11 @@ inline void spin([[maybe_unused]] int64_t cycles) {
 #endif
 }
 
-/// Milliseconds that the current stream takes for what `enqueue` gives it.
+/// How many milliseconds the current stream needs for the work that `enqueue` gives it.
 template <class Enqueue>
 double gpu_ms(Enqueue enqueue) {
   torch::cuda::synchronize();
-  c10::Event start(torch::kCUDA, c10::EventFlag::BACKEND_DEFAULT); // these have a time
+  c10::Event start(torch::kCUDA, c10::EventFlag::BACKEND_DEFAULT); // which records times
   c10::Event end(torch::kCUDA, c10::EventFlag::BACKEND_DEFAULT);
   start.record(gpu_stream());
   enqueue();
@@ -73,12 +75,11 @@ double gpu_ms(Enqueue enqueue) {
   return start.elapsedTime(end);
 }
 
-/// The current stream does nothing for so long, by the clock as it was when
-/// the first of these was called.
+/// Keeps the current stream busy for `ms`. The clock's speed is measured in the first call.
 inline void gpu_sleep(double ms) {
   static const double cycles_per_ms = [] {
     constexpr int64_t kCycles = 20'000'000;
-    gpu_ms([] { spin(kCycles); }); // until the clock is up
+    gpu_ms([] { spin(kCycles); }); // the clock gets faster under load
     return static_cast<double>(kCycles) / gpu_ms([] { spin(kCycles); });
   }();
   if (ms > 0) {
@@ -86,7 +87,7 @@ inline void gpu_sleep(double ms) {
   }
 }
 
-/// The median of three, after one more that warms up.
+/// The median of three measurements. Another one comes before them, to warm up.
 template <class Enqueue>
 double median_gpu_ms(Enqueue enqueue) {
   gpu_ms(enqueue);
@@ -103,7 +104,7 @@ inline double host_ms_since(std::chrono::steady_clock::time_point start) {
       .count();
 }
 
-/// scripts/gpu_check copies these lines into its report.
+/// Prints a line that scripts/gpu_check copies into its report.
 template <class... Values>
 void figure(const char* format, Values... values) {
   printf("figure: ");
@@ -112,9 +113,9 @@ void figure(const char* format, Values... values) {
   fflush(stdout);
 }
 
-// ------------------------------------------------------------ What is delayed
+// ------------------------------------------------------------ Delayed functions and collectives
 
-/// Passes on, and delays the stream on the way there and back.
+/// Copies its input. Delays the stream in forward and in backward.
 struct SleepFunction : torch::autograd::Function<SleepFunction> {
   static torch::Tensor forward(
       torch::autograd::AutogradContext* context,
@@ -132,8 +133,7 @@ struct SleepFunction : torch::autograd::Function<SleepFunction> {
   }
 };
 
-/// On whatever stream the engine calls it: `before_ms` and `after_ms` are
-/// looked at for each gather.
+/// Delays the stream that the engine calls it on, before and after each gather.
 struct DelayedAllGather : AllGather {
   Work operator()(
       at::Tensor& out, const at::Tensor& in, ProcessGroup& group, bool /*async_op*/) override {
@@ -146,7 +146,7 @@ struct DelayedAllGather : AllGather {
   double after_ms = 0;
 };
 
-/// How gathers are done while this lives, on all ranks.
+/// Sets whether gathers are placed on all ranks, while it exists.
 struct PlacedGathers {
   explicit PlacedGathers(detail::PlaceGathers how)
       : before(detail::place_gathers().exchange(how)) {}
@@ -158,7 +158,7 @@ struct PlacedGathers {
   const detail::PlaceGathers before;
 };
 
-/// Delays the stream of every gather that this thread starts, placed ones too.
+/// Delays the stream of every gather that this thread starts, also of placed ones.
 struct LateGathers : detail::CollectiveObserver {
   void on_collective(const detail::ObservedCollective& started) override {
     if (started.call.kind == detail::CollectiveKind::AllGather) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// The models of FSDP2's own tests, hooked throughout. Names and order of the
-// children are Python's, so that checkpoints and event logs can be compared.
+// The models of FSDP2's own tests. All of their modules are hooked. Children have the names and the
+// order of Python's, so checkpoints and event logs can be compared.
 
 #include <ATen/OpMathType.h>
 #include <fsdp/activation_checkpointing.h>
@@ -14,8 +14,8 @@
 
 namespace fsdp::test {
 
-/// Computes as Python's: LibTorch's adds the bias by another operation where
-/// inputs have more than two dims, and so rounds bf16 once more.
+/// Computes like Python's Linear. LibTorch's adds the bias in an operation of its own if the input
+/// has more than two dims, so it rounds bf16 once more.
 struct LinearImpl : torch::nn::LinearImpl {
   using torch::nn::LinearImpl::LinearImpl;
   torch::Tensor forward(const torch::Tensor& input) {
@@ -34,7 +34,7 @@ inline LayerNorm layer_norm(int64_t dim) {
   return LayerNorm(torch::nn::LayerNormOptions({dim}));
 }
 
-/// Python's model.parameters(): what is shared comes once.
+/// Python's model.parameters(): a shared parameter comes once.
 inline std::vector<torch::Tensor> unique_parameters(const torch::nn::Module& module) {
   std::vector<torch::Tensor> unique;
   std::unordered_set<const c10::TensorImpl*> seen;
@@ -61,7 +61,7 @@ struct MLPImpl : torch::nn::Module {
     auto z = torch::relu(out_proj(torch::relu(in_proj(x))));
     return buffer.defined() ? z + buffer : z;
   }
-  /// Of the buffer only, as in Python.
+  /// Resets the buffer only, like Python's.
   void reset_parameters() {
     if (buffer.defined()) {
       torch::nn::init::normal_(buffer);
@@ -77,7 +77,7 @@ struct DoubleLinearImpl : torch::nn::Module {
       : lin1(register_module("lin1", linear(dim, dim))),
         lin2(register_module("lin2", linear(dim, dim))),
         use_second_linear(use_second_linear) {}
-  /// One or two: lin2 is unused without `use_second_linear`.
+  /// Returns one output per Linear. lin2 is unused without `use_second_linear`.
   std::vector<torch::Tensor> forward(const torch::Tensor& x) {
     std::vector<torch::Tensor> outputs{torch::relu(lin1(x))};
     if (use_second_linear) {
@@ -101,7 +101,7 @@ struct ModelArgs {
   double dropout_p = 0.1;
   bool use_attn_mask = true;
   bool weight_tying = true;
-  bool checkpoint_activations = false; // of each block, where it is called
+  bool checkpoint_activations = false; // of each block, at its call
 };
 
 struct AttentionImpl : torch::nn::Module {
@@ -191,7 +191,7 @@ struct TransformerImpl : torch::nn::Module {
   Embedding tok_embeddings, pos_embeddings;
   torch::nn::Dropout dropout;
   torch::nn::ModuleList layers;
-  std::vector<TransformerBlock> blocks; // those in `layers`, by their type
+  std::vector<TransformerBlock> blocks; // the modules of `layers`
   LayerNorm norm{nullptr};
   Linear output{nullptr};
 };

@@ -4,7 +4,7 @@
 
 namespace fsdp::test {
 
-/// Sends the shard as it is.
+/// Sends the shard without a change.
 struct PlainExtension : AllGatherExtension {
   AllGatherPayload pre_all_gather(const torch::Tensor& shard, const AllGatherInfo&) override {
     return {{shard}};

@@ -37,7 +37,7 @@ std::vector<std::string> merged_environment(const Environment& extra) {
     }
   }
   for (const auto& [name, value] : extra) {
-    if (!value.empty()) { // empty: removed
+    if (!value.empty()) { // an empty value removes the variable
       result.push_back(name + "=" + value);
     }
   }
@@ -135,8 +135,7 @@ std::string temporary_folder() {
     std::vector<std::string> made;
     ~Folders() {
       for (const auto& path : made) {
-        // Not std::filesystem::remove_all: some torch builds export a copy of
-        // it that crashes.
+        // std::filesystem::remove_all crashes with some torch builds, which export a copy of it.
         (void)!std::system(("rm -rf " + path).c_str());
       }
     }

@@ -10,43 +10,43 @@ namespace fsdp::test {
 
 /// How a program ended, and what it wrote.
 struct Ended {
-  int exit_code = 0; // 128 + signal when killed
+  int exit_code = 0; // 128 + signal if a signal ended it
   bool timed_out = false;
-  std::string output; // both streams together
+  std::string output; // of both streams
 };
 
 using Environment = std::map<std::string, std::string>;
 
-/// Starts every command at once, each with its variables on top of ours, and
-/// waits for all. Those still running after `limit` are killed.
 struct Command {
   std::vector<std::string> words;
-  Environment environment;
+  Environment environment; // added to that of this process
 };
+
+/// Starts all commands at once and waits for them. Kills those that run longer than `limit`.
 std::vector<Ended> run_commands(
     const std::vector<Command>& commands, std::chrono::seconds limit = std::chrono::seconds(100));
 
 /// The path of the running test binary.
 std::string this_program();
 
-/// A loopback port that was free a moment ago.
+/// A port of the loopback interface that is free now.
 int free_port();
 
-/// The bytes of a file; none if there is no such file.
+/// The bytes of a file. They are empty if there is no such file.
 std::string file_text(const std::string& path);
 
-/// A new empty folder, removed at exit.
+/// Makes an empty folder. It is removed when the process exits.
 std::string temporary_folder();
 
-/// Runs this very test again in `n` processes with RANK, WORLD_SIZE,
-/// MASTER_ADDR and MASTER_PORT set (and `change(rank)` on top), where the same
-/// call runs `body` instead. Returns how they ended; none in the processes.
+/// Runs the current test again in `n` processes and returns how they ended. In them, this call runs
+/// `body` and returns nothing. RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and the variables of
+/// `change(rank)` are set there.
 std::vector<Ended> spawn_ranks(
     int n,
     const std::function<void()>& body,
     const std::function<Environment(int rank)>& change = {});
 
-/// The same, and expects every one to pass.
+/// Calls spawn_ranks and expects that every process passes.
 void expect_ranks_pass(
     int n,
     const std::function<void()>& body,

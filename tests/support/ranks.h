@@ -1,5 +1,6 @@
 #pragma once
 
+#include <c10/util/Exception.h>
 #include <fsdp/distributed.h>
 #include <gtest/gtest.h>
 
@@ -38,11 +39,17 @@ struct TestWorld : testing::Environment {
 };
 inline testing::Environment* const test_world = testing::AddGlobalTestEnvironment(new TestWorld);
 
-/// Hides fsdp::run_ranks. Skips the test if the launched world has another number of ranks.
+/// Hides fsdp::run_ranks. Skips the test if the launched world has another number of ranks. What a
+/// rank throws also says how many ranks there are.
 template <class Body>
 void run_ranks(int num_ranks, const Body& body) {
   if (test_backend().empty()) {
-    fsdp::run_ranks(num_ranks, body);
+    try {
+      fsdp::run_ranks(num_ranks, body);
+    } catch (c10::Error& error) {
+      error.add_context(c10::str("with ", num_ranks, " ranks"));
+      throw;
+    }
     return;
   }
   if (num_ranks != get_world_size()) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Sharded models next to unsharded ones, on every rank.
+// Helpers that compare sharded models with unsharded ones, on every rank.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <fsdp/distributed.h>
@@ -19,11 +19,11 @@
 
 namespace fsdp::test {
 
-/// Torch's default generator is shared by ranks that are threads. One mutex
-/// for all: a static of the template below would be one per module type.
+/// Guards torch's default generator, which ranks share if they are threads. A static variable of
+/// the template below would not do, because each module type would have its own.
 inline std::mutex default_generator_mutex;
 
-/// A module of the same values on every rank.
+/// Makes a module that has the same values on every rank.
 template <class Holder, class... Args>
 Holder seeded(const Args&... args) {
   std::lock_guard lock(default_generator_mutex);
@@ -33,7 +33,7 @@ Holder seeded(const Args&... args) {
   return module;
 }
 
-/// Two models with the same values: one to shard, one to compare with.
+/// Makes two models with the same values. One is to be sharded and compared with the other.
 template <class Holder, class... Args>
 std::pair<Holder, Holder> twins(const Args&... args) {
   return {seeded<Holder>(args...), seeded<Holder>(args...)};
@@ -43,7 +43,7 @@ inline at::Generator generator(uint64_t seed) {
   return at::make_generator<at::CPUGeneratorImpl>(seed);
 }
 
-/// Another batch on every rank and in every step.
+/// A batch that differs between ranks and between steps.
 inline torch::Tensor random_batch(int step, at::IntArrayRef sizes) {
   return torch::randn(sizes, generator(1000 * step + get_rank())).to(test_device());
 }
@@ -52,7 +52,7 @@ inline torch::Tensor random_tokens(int step, at::IntArrayRef sizes, int64_t voca
       .to(test_device());
 }
 
-/// MLPs one behind the other.
+/// A chain of MLPs.
 struct StackImpl : torch::nn::Module {
   explicit StackImpl(int64_t dim, int64_t depth = 3) {
     for (int64_t i = 0; i < depth; ++i) {
@@ -93,7 +93,7 @@ inline torch::Tensor transformer_loss(Transformer& net, int step) {
   return net(random_tokens(step, {2, 16}, net->args.vocab_size)).sum();
 }
 
-/// One group per block, and one for the rest.
+/// Makes a group of each block, and one of the rest.
 inline void shard_transformer(Transformer& net, const FullyShardOptions& options = {}) {
   for (auto& block : net->blocks) {
     fully_shard(block, options);
@@ -101,8 +101,8 @@ inline void shard_transformer(Transformer& net, const FullyShardOptions& options
   fully_shard(net, options);
 }
 
-/// Every parameter and gradient of `sharded` is this rank's part of the one of
-/// `reference`; those that are not managed are equal.
+/// Expects that each parameter and gradient of `sharded` is this rank's part of the one of
+/// `reference`. Those that fully_shard does not manage must be equal.
 inline void expect_parity(
     const torch::nn::Module& sharded, const torch::nn::Module& reference, double tolerance = 1e-5) {
   const auto expected = reference.named_parameters();
@@ -134,25 +134,41 @@ inline void average_gradients(const torch::nn::Module& module) {
   }
 }
 
-/// Trains both side by side; `loss_of(net, step)` is this rank's loss.
+/// Runs forward and backward of both models, and compares the losses, `loss_of(net, step)`.
+template <class Holder, class Loss>
+void compare_backward(Holder& sharded, Holder& reference, Loss loss_of, int step) {
+  auto loss = loss_of(sharded, step);
+  auto expected = loss_of(reference, step);
+  EXPECT_TRUE(near(loss.detach(), expected.detach(), 1e-5));
+  loss.backward();
+  expected.backward();
+}
+
+/// Compares the gradients. Then both optimizers make a step, and the gradients are dropped.
+template <class Holder, class Optimizer>
+void compare_and_step(
+    Holder& sharded,
+    Holder& reference,
+    Optimizer& sharded_optimizer,
+    Optimizer& optimizer,
+    bool set_to_none) {
+  average_gradients(*reference);
+  expect_parity(*sharded, *reference);
+  sharded_optimizer.step();
+  optimizer.step();
+  sharded_optimizer.zero_grad(set_to_none);
+  optimizer.zero_grad(set_to_none);
+}
+
+/// Trains both models side by side. `loss_of(net, step)` is the loss of the calling rank.
 template <class Holder, class Loss>
 void train_and_compare(Holder& sharded, Holder& reference, Loss loss_of, int steps = 5) {
   torch::optim::AdamW sharded_optimizer(unique_parameters(*sharded), 1e-2);
   torch::optim::AdamW optimizer(unique_parameters(*reference), 1e-2);
   for (int step = 0; step < steps; ++step) {
     SCOPED_TRACE("step " + std::to_string(step));
-    auto loss = loss_of(sharded, step);
-    auto expected = loss_of(reference, step);
-    EXPECT_TRUE(near(loss.detach(), expected.detach(), 1e-5));
-    loss.backward();
-    expected.backward();
-    average_gradients(*reference);
-    expect_parity(*sharded, *reference);
-    sharded_optimizer.step();
-    optimizer.step();
-    const bool set_to_none = step % 2 == 0;
-    sharded_optimizer.zero_grad(set_to_none);
-    optimizer.zero_grad(set_to_none);
+    compare_backward(sharded, reference, loss_of, step);
+    compare_and_step(sharded, reference, sharded_optimizer, optimizer, step % 2 == 0);
     expect_parity(*sharded, *reference);
   }
 }

@@ -5,9 +5,9 @@
 
 #include "support/traces.h"
 
-/// Equal sizes, dtype and bits (NaN equals NaN).
+/// Expects equal sizes, dtypes and bits. NaN equals NaN.
 #define EXPECT_SAME(actual, expected) EXPECT_TRUE(::fsdp::test::same(actual, expected))
-/// Equal to float's rounding.
+/// Expects values that are equal up to the rounding of float.
 #define EXPECT_CLOSE(actual, expected) \
   EXPECT_TRUE(torch::allclose((actual).cpu(), (expected).cpu(), 1e-6, 1e-6)) << actual
 
@@ -28,7 +28,7 @@ inline testing::AssertionResult same(const torch::Tensor& actual, const torch::T
   return testing::AssertionFailure() << "got " << actual << "\nexpected " << expected;
 }
 
-/// What `statement` throws, or fails the test.
+/// The message of the Error that `statement` throws. The test fails if it throws none.
 template <class Error, class Statement>
 std::string message_of(Statement statement) {
   try {

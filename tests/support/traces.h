@@ -1,6 +1,6 @@
 #pragma once
 
-// Of which rank a failure is, and of which settings.
+// Shows the rank and the settings of a failure.
 
 #include <fsdp/distributed.h>
 #include <fsdp/policy.h>
@@ -11,7 +11,7 @@
 #include <tuple>
 
 /// A SCOPED_TRACE of variables, such as "reshard, dim = (true, 3)". GoogleTest keeps traces per
-/// thread: failures on a rank only show traces that were set inside of `run_ranks`.
+/// thread, so failures on a rank only show traces that are set inside of `run_ranks`.
 #define SCOPED_TRACE_OF(...) \
   SCOPED_TRACE(#__VA_ARGS__ " = " + ::testing::PrintToString(::std::make_tuple(__VA_ARGS__)))
 

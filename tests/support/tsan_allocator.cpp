@@ -1,6 +1,6 @@
-// The memory of tensors, for the thread sanitizer. On ARM, torch allocates it by a library that
-// hands memory from one thread to another by atomic variables. The sanitizer does not see those,
-// but it knows malloc.
+// Allocates the memory of tensors for the thread sanitizer. On ARM, torch uses a library that hands
+// memory from one thread to another with atomic variables. The sanitizer does not see those, but it
+// knows malloc.
 #include <c10/core/CPUAllocator.h>
 
 #include <cstdlib>
@@ -11,7 +11,7 @@ class MallocAllocator : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
     void* data = nullptr;
-    constexpr size_t kAlignment = 64; // as torch's own
+    constexpr size_t kAlignment = 64; // like torch's own allocator
     TORCH_CHECK(
         nbytes == 0 || posix_memalign(&data, kAlignment, nbytes) == 0,
         "DefaultCPUAllocator: can't allocate memory: ", nbytes, " bytes");

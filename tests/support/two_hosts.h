@@ -8,8 +8,8 @@
 
 namespace fsdp::test {
 
-/// Two network namespaces joined by a veth pair: two hosts, as far as the
-/// network is concerned. Gone at the end.
+/// Two network namespaces that a veth pair connects. For the network they are two hosts. The
+/// destructor removes them.
 class TwoHosts {
  public:
   TwoHosts() {
@@ -35,14 +35,14 @@ class TwoHosts {
   TwoHosts(const TwoHosts&) = delete;
   TwoHosts& operator=(const TwoHosts&) = delete;
 
-  /// False where namespaces are not permitted or `ip` is missing.
+  /// False if namespaces are not permitted or `ip` is missing.
   bool made() const {
     return made_;
   }
   static std::string address(int host) {
     return "10.213.7." + std::to_string(host + 1);
   }
-  /// `words` as a command on that host.
+  /// The command that runs `words` on a host.
   std::vector<std::string> on(int host, std::vector<std::string> words) const {
     std::vector<std::string> command{"ip", "netns", "exec", names_[host]};
     command.insert(command.end(), words.begin(), words.end());

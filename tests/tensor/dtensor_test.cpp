@@ -4,8 +4,8 @@
 
 #include <fsdp/distributed.h>
 
+#include "layout/shard_layout.h"
 #include "support/tensors.h"
-#include "tensor/shard_layout.h"
 
 namespace fsdp {
 namespace {

@@ -1,8 +1,8 @@
-#include "tensor/shard_layout.h"
+#include "layout/shard_layout.h"
 
 #include <torch/torch.h>
 
-#include "mesh/mesh_layout.h"
+#include "layout/mesh_layout.h"
 #include "support/tensors.h"
 
 namespace fsdp::detail {

@@ -28,8 +28,8 @@ bool fits_wide_elements(const at::Tensor& rows) {
          reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % kWide == 0;
 }
 
-/// A view of `flat` from `offset` on: `times` rows of `numel` elements. With a
-/// stride of 0 all rows are the same memory.
+/// Returns a view of `flat` from `offset` on: `times` rows of `numel` elements. With a stride of 0
+/// all rows are the same memory.
 at::Tensor as_rows(
     const at::Tensor& flat, int64_t offset, int64_t times, int64_t numel, int64_t stride) {
   return flat.as_strided({times, numel}, {stride, 1}, flat.storage_offset() + offset);

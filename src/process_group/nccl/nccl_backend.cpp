@@ -5,6 +5,7 @@
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <dlfcn.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
@@ -25,6 +26,10 @@ int nccl_version() {
       reinterpret_cast<decltype(&ncclGetVersion)>(dlsym(RTLD_DEFAULT, "ncclGetVersion"));
   int version = 0;
   return get && get(&version) == ncclSuccess ? version : 0;
+}
+
+bool captures_graph() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
 void check_nccl() {

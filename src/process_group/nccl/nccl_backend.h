@@ -12,6 +12,9 @@ bool nccl_available();
 /// The version of the library that is loaded: 23203 is 2.32.3. 0 without NCCL.
 int nccl_version();
 
+/// Returns true if the current stream is being captured for a CUDA graph.
+bool captures_graph();
+
 /// Throws ConfigError with the reason if NCCL is not available.
 void check_nccl();
 

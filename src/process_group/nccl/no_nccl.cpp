@@ -13,6 +13,10 @@ int nccl_version() {
   return 0;
 }
 
+bool captures_graph() {
+  return false;
+}
+
 void check_nccl() {
   FSDP_THROW(
       ConfigError, "backend nccl: this library was built against torch " TORCH_VERSION

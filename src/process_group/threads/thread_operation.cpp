@@ -28,13 +28,13 @@ void copy_flat(const at::Tensor& target, const at::Tensor& source) {
   }
 }
 
-/// Part `index` of `count` equal parts, flat.
+/// Returns part `index` of `count` equal parts, flat.
 at::Tensor part(const at::Tensor& tensor, int64_t index, int64_t count) {
   const int64_t length = tensor.numel() / count;
   return tensor.view(-1).narrow(0, index * length, length);
 }
 
-/// Part `index` of an all-to-all buffer, flat.
+/// Returns part `index` of an all-to-all buffer, flat.
 at::Tensor split_part(
     const at::Tensor& tensor, const std::vector<int64_t>& splits, int64_t index, int64_t count) {
   if (splits.empty()) {

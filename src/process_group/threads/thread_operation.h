@@ -35,11 +35,11 @@ class ThreadOperation {
   /// Computes part `rank`; on a device, enqueues it on that rank's stream.
   void run_part(int rank);
 
-  /// After all parts: makes the stream of `rank` wait for all parts, which read or
-  /// write the rank's tensors. Then the rank may reuse or free its tensors.
+  /// Called after all parts. Makes the stream of `rank` wait for all parts, which read or write the
+  /// rank's tensors. Then the rank may reuse or free its tensors.
   void order_after_parts(int rank);
 
-  /// After all parts: drops the references to the tensors.
+  /// Called after all parts. Drops the references to the tensors.
   void release();
 
  private:

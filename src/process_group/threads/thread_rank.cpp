@@ -129,7 +129,7 @@ void run_ranks(
   for (auto& thread : threads) {
     thread.join();
   }
-  at::set_num_threads(threads_before); // later threads would start with a rank's number
+  at::set_num_threads(threads_before); // else later threads would begin with a rank's number
   if (first_failure) {
     detail::rethrow_with_rank(first_failure, first_rank);
   }

@@ -55,9 +55,9 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
 
   /// Makes the calling thread the one that runs `world_rank`.
   void enter(int world_rank);
-  /// The rank has ended: ranks that wait for it get an error.
+  /// Records that the rank has ended. Ranks that wait for it get an error.
   void leave(int world_rank);
-  /// The rank threw `reason`: all ranks that wait for peers get an error.
+  /// Records that the rank threw `reason`. All ranks that wait for peers get an error.
   void abort(int world_rank, const std::string& reason);
   /// Returns true if a rank has ended. Then the world takes no new ranks.
   bool somebody_left() const;

@@ -41,7 +41,8 @@ class File {
   void write(int64_t offset, const void* data, int64_t size) const;
   void resize(int64_t size) const;
   void sync() const;
-  /// A hint: the system may begin to write these bytes to the disk, so that `sync` takes less time.
+  /// Tells the system that it may begin to write these bytes to the disk, so that `sync` takes less
+  /// time.
   void begin_sync(int64_t offset, int64_t size) const;
   /// Sets whether writes bypass the page cache. Such writes must be of whole, aligned pages.
   /// Returns false if the file system does not support them.
@@ -118,8 +119,8 @@ std::string read_text(const Path& path, int64_t limit = int64_t{1} << 30);
 /// Writes and syncs a temporary file, then renames it: readers never see a part of the text.
 void write_text(const Path& path, std::string_view text);
 
-/// For tests: called before system calls that change the file system, with the name of the call as
-/// strace shows it ("write", "rename") and the path. May throw, or never return.
+/// Tests set this. It is called before system calls that change the file system, with the name of
+/// the call as strace shows it ("write", "rename") and the path. May throw, or never return.
 extern std::function<void(const char* operation, const Path& path)> before_change;
 
 [[noreturn]] void throw_system_error(const char* doing, const Path& path, int error);

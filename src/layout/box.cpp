@@ -1,10 +1,10 @@
-#include "tensor/box.h"
+#include "layout/box.h"
 
 #include <algorithm>
 #include <numeric>
 #include <random>
 
-#include "tensor/shard_layout.h"
+#include "layout/shard_layout.h"
 
 namespace fsdp::detail {
 

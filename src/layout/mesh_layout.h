@@ -8,17 +8,18 @@ namespace fsdp::detail {
 // Integer arithmetic for meshes, without state and communication. An axis of a mesh is a list of
 // axes of the root grid; a flattened axis has several.
 
-/// The coordinate of `rank` in a grid of this shape. The last axis varies fastest.
+/// Returns the coordinate of `rank` in a grid of this shape. The last axis varies fastest.
 std::vector<int64_t> grid_coordinate(const std::vector<int64_t>& shape, int64_t rank);
 
-/// The number of positions along all `root_axes`, and the index of `coordinate` among them.
+/// Return the number of positions along all `root_axes`, and the index of `coordinate` among them.
 int64_t axes_size(const std::vector<int64_t>& shape, const std::vector<int64_t>& root_axes);
 int64_t axes_index(
     const std::vector<int64_t>& shape,
     const std::vector<int64_t>& coordinate,
     const std::vector<int64_t>& root_axes);
 
-/// The ranks whose coordinates equal `coordinate` on all other axes, in grid order of `root_axes`.
+/// Returns the ranks whose coordinates equal `coordinate` on all other axes, in grid order of
+/// `root_axes`.
 std::vector<int> axes_ranks(
     const std::vector<int64_t>& shape,
     std::vector<int64_t> coordinate,

@@ -17,7 +17,7 @@ struct Run {
   bool operator==(const Run&) const = default;
 };
 
-/// Chunk `index` of the `count` chunks into which `torch::chunk` divides `size` elements.
+/// Returns chunk `index` of the `count` chunks into which `torch::chunk` divides `size` elements.
 Run chunk_run(int64_t size, int64_t count, int64_t index);
 
 // Note [Order of sharding]
@@ -35,7 +35,7 @@ struct ShardStep {
   int64_t split_factor = 1; // more than 1 only if no later axes multiply to it
   bool operator==(const ShardStep&) const = default;
 
-  /// The runs that rank `index` of the axis takes of `length` elements, in order.
+  /// Returns the runs that rank `index` of the axis takes of `length` elements, in order.
   std::vector<Run> runs(int64_t length, int64_t index) const;
   int64_t length(int64_t length, int64_t index) const;
   /// Returns true if every rank takes one run, and all runs have the same length.
@@ -44,20 +44,20 @@ struct ShardStep {
   }
 };
 
-/// The steps that divide `dim`, in order; see Note [Order of sharding].
+/// Returns the steps that divide `dim`, in order; see Note [Order of sharding].
 std::vector<ShardStep> shard_steps(
     const std::vector<Placement>& placements, const std::vector<int64_t>& mesh_shape, int64_t dim);
 
-/// The elements that the rank at `coordinate` holds of a dim of `size` elements, as runs of the
-/// whole dim, in local order. Empty if the rank holds none.
+/// Returns the elements that the rank at `coordinate` holds of a dim of `size` elements, as runs of
+/// the whole dim, in local order. Empty if the rank holds none.
 std::vector<Run> local_runs(
     int64_t size, const std::vector<ShardStep>& steps, const std::vector<int64_t>& coordinate);
 
-/// The number of elements in local_runs.
+/// Returns the number of elements in local_runs.
 int64_t local_length(
     int64_t size, const std::vector<ShardStep>& steps, const std::vector<int64_t>& coordinate);
 
-/// Sizes of the local tensor at `coordinate`.
+/// Returns the sizes of the local tensor at `coordinate`.
 std::vector<int64_t> local_sizes(
     const std::vector<int64_t>& sizes,
     const std::vector<Placement>& placements,
@@ -69,7 +69,7 @@ std::vector<int64_t> local_sizes(
 std::vector<Placement> normalized(
     std::vector<Placement> placements, int64_t ndim, int64_t num_axes);
 
-/// The dim that a Shard or StridedShard divides; -1 for other placements.
+/// Returns the dim that a Shard or StridedShard divides, and -1 for other placements.
 int64_t shard_dim(const Placement& placement);
 
 } // namespace fsdp::detail

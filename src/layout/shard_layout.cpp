@@ -1,4 +1,4 @@
-#include "tensor/shard_layout.h"
+#include "layout/shard_layout.h"
 
 #include <c10/util/Exception.h>
 
@@ -68,19 +68,19 @@ std::vector<ShardStep> shard_steps(
     }
     const auto* strided = std::get_if<StridedShard>(&placements[i]);
     ShardStep step{.axis = static_cast<int64_t>(i), .num_ranks = mesh_shape[i]};
-    auto place = steps.begin();
+    auto where = steps.begin();
     if (strided) {
       int64_t divided = 1;
-      while (divided < strided->split_factor && place != steps.end()) {
-        divided *= place->num_ranks;
-        ++place;
+      while (divided < strided->split_factor && where != steps.end()) {
+        divided *= where->num_ranks;
+        ++where;
       }
       if (divided != strided->split_factor) {
-        place = steps.begin();
+        where = steps.begin();
         step.split_factor = strided->split_factor;
       }
     }
-    steps.insert(place, step);
+    steps.insert(where, step);
   }
   return steps;
 }

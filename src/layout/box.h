@@ -18,7 +18,7 @@ struct Box {
   bool operator==(const Box&) const = default;
 
   int64_t numel() const;
-  /// The box that covers a whole tensor of `sizes`.
+  /// Returns the box that covers a whole tensor of `sizes`.
   static Box whole(const std::vector<int64_t>& sizes);
 };
 
