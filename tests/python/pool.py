@@ -47,7 +47,8 @@ def _join(rank: int, size: int, port: int | None) -> None:
 
 
 def _serve(rank: int, size: int, port: int | None, pipe) -> None:
-    faulthandler.enable()  # says where a process crashed
+    faulthandler.enable()  # a crash prints the stacks of Python, then those of C++, of all threads
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     _join(rank, size, port)
