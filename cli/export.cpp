@@ -204,23 +204,25 @@ int export_run(const ExportOptions& options) {
   NewFolder folder(options.out);
   const auto original = original_config(config);
   const bool is_adapter = config.has_lora() && !options.merge;
+  auto json = original.value_or(hf_config_json(config.model, config.context));
+  if (!dtype.empty()) {
+    json.erase("dtype");
+    json["torch_dtype"] = dtype == "bf16" ? "bfloat16" : dtype == "fp16" ? "float16" : "float32";
+  }
+  if (!options.tokenizer.empty()) {
+    set_special_tokens(json, options.tokenizer); // before the weights, because it may throw
+  }
   ConvertReport report;
   if (is_adapter) {
     report = write_adapter(saved, dtype, folder.path());
+  } else if (options.merge) {
+    report = write_merged(saved, dtype, folder.path());
   } else {
-    report = options.merge
-                 ? write_merged(saved, dtype, folder.path())
-                 : convert_checkpoint(
-                       saved.path, folder.path(),
-                       {.names = hf_names(), .only = "model\\..*", .dtype = dtype_of(dtype)});
-    auto json = original.value_or(hf_config_json(config.model, config.context));
-    if (!dtype.empty()) {
-      json.erase("dtype");
-      json["torch_dtype"] = dtype == "bf16" ? "bfloat16" : dtype == "fp16" ? "float16" : "float32";
-    }
-    if (!options.tokenizer.empty()) {
-      set_special_tokens(json, options.tokenizer);
-    }
+    report = convert_checkpoint(
+        saved.path, folder.path(),
+        {.names = hf_names(), .only = "model\\..*", .dtype = dtype_of(dtype)});
+  }
+  if (!is_adapter) {
     write_file(folder.path() + "/config.json", json.dump(2) + "\n");
   }
   const auto source = !options.tokenizer.empty() ? options.tokenizer : original ? config.from : "";

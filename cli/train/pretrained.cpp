@@ -1,7 +1,6 @@
 #include "cli/train/pretrained.h"
 
 #include <fsdp/checkpoint_tools.h>
-#include <fsdp/distributed.h>
 #include <fsdp/meta_init.h>
 #include <fsdp/state_dict.h>
 
@@ -16,6 +15,7 @@
 #include "cli/files.h"
 #include "cli/hash.h"
 #include "cli/json_text.h"
+#include "cli/mapped_file.h"
 #include "cli/train/lora.h"
 
 namespace fsdp::cli {
@@ -23,6 +23,7 @@ namespace fsdp::cli {
 namespace {
 
 constexpr const char* kHead = "lm_head.weight";
+constexpr const char* kEmbedding = "model.embed_tokens.weight";
 
 /// The names of the files that the folder's index lists. Empty without an index.
 std::set<std::string> files_in_index(const std::string& folder) {
@@ -47,14 +48,6 @@ std::string hf_name(const std::string& name) {
   return name.starts_with("lm_head.") ? name : "model." + name;
 }
 
-/// Whether the folder has an output layer although the model has none of its own: some programs
-/// write a shared weight twice.
-bool has_shared_head(const ModelDims& dims, const CheckpointContents& contents) {
-  return dims.tied && std::any_of(contents.tensors.begin(), contents.tensors.end(), [](auto& each) {
-           return each.name == kHead;
-         });
-}
-
 /// What the safetensors files of a folder hold.
 CheckpointContents contents_of(const std::string& folder) {
   try {
@@ -65,52 +58,20 @@ CheckpointContents contents_of(const std::string& folder) {
   }
 }
 
-/// See check_weights_fit. Returns what the folder holds.
-CheckpointContents fitting_contents(ModelDims dims, const std::string& folder) {
-  auto contents = contents_of(folder);
-  dims.lora = "none";
-  std::map<std::string, std::vector<int64_t>> wanted; // shapes by name
-  {
-    const MetaInit on_meta;
-    const Transformer model(dims);
-    for (const auto& item : model->named_parameters()) {
-      wanted[hf_name(item.key())] = item.value().sizes().vec();
-    }
-  }
-  constexpr const char* kRemedy = "; take config.json and the weights from the same model";
-  if (has_shared_head(dims, contents)) {
-    wanted[kHead] = {dims.vocab, dims.dim};
-  }
-  for (const auto& tensor : contents.tensors) {
-    const auto& file = tensor.pieces.front().file;
-    const auto found = wanted.find(tensor.name);
-    if (found == wanted.end()) {
-      check_config(
-          tensor.name.ends_with("rotary_emb.inv_freq"), folder,
-          ": the model that config.json describes has no '", tensor.name, "', which ", file,
-          " holds", kRemedy);
-      continue;
-    }
-    check_config(
-        tensor.shape == found->second, folder, ": '", tensor.name, "' has the sizes ",
-        at::IntArrayRef(tensor.shape), " in ", file, ", and the model that config.json describes ",
-        "needs ", at::IntArrayRef(found->second), kRemedy);
-    wanted.erase(found);
-  }
+/// Some programs write the weight that the embedding and the output layer share twice. Throws
+/// ConfigError if the two differ.
+void check_shared_head(
+    const std::string& folder, const CheckpointTensor& head, const CheckpointTensor& embedding) {
+  const MappedFile head_file(folder + "/" + head.pieces.front().file, "--from: ");
+  const MappedFile embedding_file(folder + "/" + embedding.pieces.front().file, "--from: ");
+  const auto bytes = [](const MappedFile& file, const CheckpointTensor& tensor) {
+    return file.text().substr(
+        static_cast<size_t>(tensor.pieces.front().offset), static_cast<size_t>(tensor.bytes));
+  };
   check_config(
-      wanted.empty(), folder, ": no safetensors file holds '",
-      wanted.empty() ? "" : wanted.begin()->first, "', which the model that config.json describes ",
-      "needs", kRemedy);
-  return contents;
-}
-
-/// This rank's part of the embedding, after it was read from the tensor with this name.
-torch::Tensor embedding_as(Transformer& model, const std::string& name, const std::string& folder) {
-  StateDict state;
-  const auto all = get_model_state_dict(model);
-  state.insert_all(all.below("embed_tokens."), "embed_tokens.");
-  load(state, folder, {.names = {{.from = "embed_tokens\\.weight", .to = name}}});
-  return model->embed_tokens->weight.detach().clone();
+      head.dtype == embedding.dtype && bytes(head_file, head) == bytes(embedding_file, embedding),
+      "--from ", folder, ": config.json has tie_word_embeddings, but ", kHead,
+      " is not the weight of the embedding");
 }
 
 } // namespace
@@ -144,8 +105,49 @@ void check_weight_files(const std::string& folder) {
           : "");
 }
 
-void check_weights_fit(const ModelDims& dims, const std::string& folder) {
-  (void)fitting_contents(dims, folder);
+void check_weights_fit(ModelDims dims, const std::string& folder) {
+  const auto contents = contents_of(folder);
+  dims.lora = "none";
+  std::map<std::string, std::vector<int64_t>> wanted; // shapes by name
+  {
+    const MetaInit on_meta;
+    const Transformer model(dims);
+    for (const auto& item : model->named_parameters()) {
+      wanted[hf_name(item.key())] = item.value().sizes().vec();
+    }
+  }
+  constexpr const char* kRemedy = "; take config.json and the weights from the same model";
+  const CheckpointTensor* head = nullptr;
+  const CheckpointTensor* embedding = nullptr;
+  for (const auto& tensor : contents.tensors) {
+    if (dims.tied && tensor.name == kHead) {
+      head = &tensor;
+      wanted[kHead] = {dims.vocab, dims.dim};
+    } else if (tensor.name == kEmbedding) {
+      embedding = &tensor;
+    }
+    const auto& file = tensor.pieces.front().file;
+    const auto found = wanted.find(tensor.name);
+    if (found == wanted.end()) {
+      check_config(
+          tensor.name.ends_with("rotary_emb.inv_freq"), folder,
+          ": the model that config.json describes has no '", tensor.name, "', which ", file,
+          " holds", kRemedy);
+      continue;
+    }
+    check_config(
+        tensor.shape == found->second, folder, ": '", tensor.name, "' has the sizes ",
+        at::IntArrayRef(tensor.shape), " in ", file, ", and the model that config.json describes ",
+        "needs ", at::IntArrayRef(found->second), kRemedy);
+    wanted.erase(found);
+  }
+  check_config(
+      wanted.empty(), folder, ": no safetensors file holds '",
+      wanted.empty() ? "" : wanted.begin()->first, "', which the model that config.json describes ",
+      "needs", kRemedy);
+  if (head) {
+    check_shared_head(folder, *head, *embedding);
+  }
 }
 
 std::string weights_fingerprint(const std::string& folder) {
@@ -193,8 +195,6 @@ void load_pretrained(Transformer& model, const std::string& folder) {
       state.insert("model." + name, value);
     }
   }
-  const bool has_head = has_shared_head(model->dims, fitting_contents(model->dims, folder));
-  const auto head = has_head ? embedding_as(model, kHead, folder) : torch::Tensor();
   // A block at a time: `load` may keep what it has read until it has read all.
   std::map<std::string, StateDict> blocks;
   for (const auto& [name, value] : state) {
@@ -204,13 +204,6 @@ void load_pretrained(Transformer& model, const std::string& folder) {
   }
   for (auto& [name, block] : blocks) {
     load(block, folder, {.names = hf_names()});
-  }
-  if (has_head) {
-    const auto same = torch::full({1}, head.equal(model->embed_tokens->weight) ? 1 : 0);
-    default_group().all_reduce(same, ReduceOp::Min);
-    check_config(
-        same.item<float>() == 1, "--from ", folder, ": config.json has tie_word_embeddings, but ",
-        kHead, " is not the weight of the embedding");
   }
 }
 

@@ -22,16 +22,17 @@ void check_weight_files(const std::string& folder);
 
 /// Throws ConfigError that names the tensor if the safetensors files of a Hugging Face folder lack
 /// one of the model, have one of another shape, or have one that the model does not use; and if a
-/// file is damaged. Reads no weights, and needs no process group.
-void check_weights_fit(const ModelDims& dims, const std::string& folder);
+/// file is damaged. Reads no weights, but for an output layer that is shared with the embedding and
+/// has to be equal to it. Needs no process group.
+void check_weights_fit(ModelDims dims, const std::string& folder);
 
 /// A hash of the names and shapes of the tensors in a Hugging Face folder, and of samples of each.
 /// The same on every machine.
 std::string weights_fingerprint(const std::string& folder);
 
-/// Fills a model, sharded or not, from the safetensors files of a Hugging Face folder, but for the
-/// matrices of LoRA. Each rank reads only the bytes that it needs, a block at a time. Throws what
-/// `check_weights_fit` throws. Collective over the world.
+/// Fills a model, sharded or not, from a Hugging Face folder that `check_weights_fit` accepts, but
+/// for the matrices of LoRA. Each rank reads only the bytes that it needs, a block at a time.
+/// Collective over the world.
 void load_pretrained(Transformer& model, const std::string& folder);
 
 /// Fills the matrices of LoRA from a folder of PEFT in the same way.
