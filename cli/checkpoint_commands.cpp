@@ -26,8 +26,8 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr const char* kPathHelp =
-    "A run's folder or a folder of checkpoints (the latest is used), a checkpoint, a Hugging Face "
-    "folder or a safetensors file";
+    "A run's folder or a folder of checkpoints (the latest is used), a checkpoint, a folder of "
+    "torch.distributed.checkpoint, a Hugging Face folder or a safetensors file";
 
 std::string hex(uint32_t number) {
   char text[9];
@@ -46,6 +46,20 @@ std::string time_text(int64_t nanoseconds) {
 template <class Value>
 ordered_json value_json(const Value& value) {
   return std::visit([](const auto& held) { return ordered_json(held); }, value);
+}
+
+/// In JSON.
+const char* format_of(const CheckpointContents& contents) {
+  return contents.is_ours  ? "fsdp"
+         : contents.is_dcp ? "torch.distributed.checkpoint"
+                           : "safetensors";
+}
+
+std::string format_text(const CheckpointContents& contents) {
+  if (contents.is_ours) {
+    return "fsdp, saved " + time_text(contents.time);
+  }
+  return contents.is_dcp ? "torch.distributed.checkpoint" : "safetensors files";
 }
 
 /// The first string, followed by " +n" if there are n more. "-" if there are none.
@@ -110,18 +124,19 @@ Totals totals_of(const CheckpointContents& contents) {
       totals.files.insert(piece.file);
       checked = checked && !piece.checksums.empty();
     }
-    totals.unchecked += !checked && tensor.bytes > 0;
+    // A folder of torch.distributed.checkpoint has checksums in its archives, which inspect does
+    // not open.
+    totals.unchecked += !checked && tensor.bytes > 0 && !contents.is_dcp;
   }
   return totals;
 }
 
 void print_json(const CheckpointContents& contents) {
   const auto totals = totals_of(contents);
-  ordered_json result{
-      {"path", contents.path.string()},  {"format", contents.is_ours ? "fsdp" : "safetensors"},
-      {"time_ns", contents.time},        {"bytes", totals.bytes},
-      {"files", totals.files},           {"tensors", ordered_json::array()},
-      {"values", ordered_json::object()}};
+  ordered_json result{{"path", contents.path.string()},  {"format", format_of(contents)},
+                      {"time_ns", contents.time},        {"bytes", totals.bytes},
+                      {"files", totals.files},           {"tensors", ordered_json::array()},
+                      {"values", ordered_json::object()}};
   for (const auto& tensor : contents.tensors) {
     auto pieces = ordered_json::array();
     for (const auto& piece : tensor.pieces) {
@@ -148,6 +163,13 @@ void print_json(const CheckpointContents& contents) {
   for (const auto& [name, value] : contents.values) {
     static_cast<ordered_json::object_t::Container&>(values).emplace_back(name, value_json(value));
   }
+  if (contents.is_dcp) {
+    result["objects"] = ordered_json::array();
+  }
+  for (const auto& object : contents.objects) {
+    result["objects"].push_back(
+        {{"name", object.name}, {"type", object.type}, {"bytes", object.bytes}});
+  }
   std::cout << result.dump(2) << '\n';
 }
 
@@ -159,8 +181,7 @@ int inspect(const std::string& path, bool json) {
   }
   Screen screen;
   screen.labelled("path", printable(contents.path.string()));
-  screen.labelled(
-      "format", contents.is_ours ? "fsdp, saved " + time_text(contents.time) : "safetensors files");
+  screen.labelled("format", format_text(contents));
   if (!contents.tensors.empty()) {
     std::vector<std::vector<std::string>> rows{
         {"TENSOR", "DTYPE", "SHAPE", "BYTES", "PIECES", "FILES", "CRC32C"}};
@@ -178,6 +199,16 @@ int inspect(const std::string& path, bool json) {
     std::cout << '\n';
     print_table(rows, {});
   }
+  if (!contents.objects.empty()) {
+    std::vector<std::vector<std::string>> rows{{"OBJECT", "TYPE", "BYTES"}};
+    for (const auto& object : contents.objects) {
+      rows.push_back(
+          {printable(object.name), object.type.empty() ? "-" : printable(object.type),
+           std::to_string(object.bytes)});
+    }
+    std::cout << '\n';
+    print_table(rows, {2});
+  }
   const auto totals = totals_of(contents);
   std::cout << '\n';
   screen.labelled(
@@ -186,6 +217,11 @@ int inspect(const std::string& path, bool json) {
                    binary_size(totals.bytes), " in ",
                    plural(static_cast<int64_t>(totals.files.size()), "file"), "; ",
                    plural(static_cast<int64_t>(contents.values.size()), "value"),
+                   contents.objects.empty()
+                       ? ""
+                       : c10::str(
+                             "; ", plural(static_cast<int64_t>(contents.objects.size()), "object"),
+                             " of Python"),
                    totals.unchecked > 0
                        ? c10::str("; ", plural(totals.unchecked, "tensor"), " without checksums")
                        : ""));
@@ -290,10 +326,26 @@ void check_no_run_is_lost(const ConvertWords& words, const ConvertOptions& optio
       "more; write to another folder");
 }
 
+/// The first names, and how many others there are.
+std::string names_of(const std::vector<std::string>& all) {
+  constexpr size_t kMaxNamed = 20;
+  std::string text;
+  for (size_t i = 0; i < std::min(all.size(), kMaxNamed); ++i) {
+    text += (i > 0 ? ", " : "") + all[i];
+  }
+  return all.size() > kMaxNamed ? c10::str(text, " and ", all.size() - kMaxNamed, " others") : text;
+}
+
 int convert(const ConvertWords& words) {
   const auto options = convert_options(words);
   check_no_run_is_lost(words, options);
   const auto report = convert_checkpoint(words.input, words.output, options);
+  if (!report.left_out.empty()) {
+    std::cerr << "fsdp: warning: left out "
+              << plural(static_cast<int64_t>(report.left_out.size()), "object")
+              << " that only Python can read: " << printable(names_of(report.left_out))
+              << std::endl;
+  }
   Screen screen;
   screen.labelled("read", printable(report.input.string()));
   screen.labelled(

@@ -59,11 +59,11 @@ FSDP_API std::future<void> async_save(
 
 /// Fills the tensors of `state` in place and replaces its other values. The number of ranks, the
 /// meshes, the placements and the dtypes may differ from those that were saved. Each rank reads
-/// only the bytes that it needs. `path` is what save or save_hf wrote, any folder of safetensors
-/// files, or a single safetensors file. Nothing changes on any rank until all ranks have read and
-/// checked everything. If a file is changed or cannot be read after that, the error says that the
-/// tensors are partly loaded. If one rank fails, all throw CheckpointError. Collective over the
-/// world.
+/// only the bytes that it needs. `path` is what save or save_hf wrote, a folder of Python's
+/// torch.distributed.checkpoint, any folder of safetensors files, or a single safetensors file.
+/// Nothing changes on any rank until all ranks have read and checked everything. If a file is
+/// changed or cannot be read after that, the error says that the tensors are partly loaded. If one
+/// rank fails, all throw CheckpointError. Collective over the world.
 FSDP_API void load(
     StateDict& state, const std::filesystem::path& path, const LoadOptions& options = {});
 

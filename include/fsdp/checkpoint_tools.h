@@ -23,8 +23,10 @@ namespace fsdp {
 
 /// A part of a tensor that lies in one file.
 struct CheckpointPiece {
-  std::string file;             // relative to the checkpoint's folder
-  int64_t offset = 0;           // of the piece's first byte in the file
+  std::string file; // relative to the checkpoint's folder
+  /// Of the piece's first byte in the file. If `is_dcp`, of the first byte of the archive with the
+  /// piece in it.
+  int64_t offset = 0;
   std::vector<int64_t> offsets; // of the piece's first element in the whole tensor
   std::vector<int64_t> sizes;
   std::vector<uint32_t> checksums; // CRC32C of each 4 MiB; empty without a manifest.json
@@ -38,12 +40,22 @@ struct CheckpointTensor {
   std::vector<CheckpointPiece> pieces;
 };
 
+/// Something in a checkpoint of torch.distributed.checkpoint that is no tensor, number, flag or
+/// string. Only Python can read it.
+struct CheckpointObject {
+  std::string name;
+  std::string type; // of Python, "list" for example; empty if unknown
+  int64_t bytes = 0;
+};
+
 struct CheckpointContents {
   std::filesystem::path path; // for a series, the checkpoint that was chosen
-  bool is_ours = false;       // has a manifest.json; else other safetensors files
+  bool is_ours = false;       // has a manifest.json
+  bool is_dcp = false;        // was written by Python's torch.distributed.checkpoint
   int64_t time = 0;           // of the save, in nanoseconds since 1970; 0 if unknown
   std::vector<CheckpointTensor> tensors;
   std::vector<std::pair<std::string, std::variant<bool, int64_t, double, std::string>>> values;
+  std::vector<CheckpointObject> objects;
 };
 
 /// Returns what a checkpoint contains, without reading tensor data. Throws CheckpointError if the
@@ -87,7 +99,8 @@ struct ConvertReport {
   int64_t num_files = 0;
   int64_t num_tensors = 0;
   int64_t bytes = 0;
-  std::filesystem::path input; // for a series or a run, the checkpoint that was chosen
+  std::filesystem::path input;            // for a series or a run, the checkpoint that was chosen
+  std::vector<std::string> left_out = {}; // names of objects that only Python can read
 };
 
 /// Rewrites a checkpoint in another form, one tensor at a time. Compares checksums if the input

@@ -45,15 +45,10 @@ def load(state_dict: MutableMapping[str, Any], path: Path, *, strict: bool = Tru
     """Fills the tensors of `state_dict` from a checkpoint, and replaces its other values. All ranks must call it.
 
     Meshes, placements, dtypes and the number of ranks may differ from those that were saved. None stays None. `path`
-    is what `save` wrote, a folder of safetensors files, or one such file. With `strict`, every value must be there.
-    With `verify`, the data is compared with the checksums. Nothing changes on any rank unless every rank could read
-    all it needs.
+    is what `save` wrote, a folder of torch.distributed.checkpoint, a folder of safetensors files, or one such file.
+    With `strict`, every value must be there. With `verify`, the data is compared with the checksums. Nothing changes
+    on any rank unless every rank could read all it needs.
     """
-    if os.path.exists(os.path.join(path, ".metadata")):
-        raise ValueError(
-            f"{os.fspath(path)} was written by torch.distributed.checkpoint: load it with that, or convert it "
-            "(python -m fsdp_cpp.from_dcp)"
-        )
     _fill(state_dict, "", dict(_C.load(_agreed_items(state_dict, path), os.fspath(path), strict, verify)))
 
 

@@ -14,12 +14,7 @@ OpaqueParam::OpaqueParam(
     py::object dtensor,
     std::vector<Site> sites,
     py::object extension)
-    : DTensorParam(
-          name,
-          std::move(whole),
-          std::move(pieces),
-          std::move(dtensor),
-          std::move(sites)),
+    : DTensorParam(name, std::move(whole), std::move(pieces), std::move(dtensor), std::move(sites)),
       extension_(std::move(extension)) {}
 
 void OpaqueParam::attached(const at::Tensor& shard) {

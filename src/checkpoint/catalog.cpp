@@ -7,6 +7,7 @@
 #include <set>
 
 #include "base/check.h"
+#include "checkpoint/dcp.h"
 #include "checkpoint/json_text.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/safetensors.h"
@@ -164,32 +165,52 @@ void check_names(const Path& folder, const std::vector<std::string>& names) {
   }
 }
 
-Catalog open_folder(const Path& folder) {
-  if (path_exists(folder / kManifestName)) {
-    auto catalog = read_manifest(folder / kManifestName);
-    catalog.folder = folder;
-    return catalog;
-  }
-  if (path_exists(folder / kIndexName)) {
-    return open_indexed(folder);
-  }
+Catalog open_manifest(const Path& folder) {
+  auto catalog = read_manifest(folder / kManifestName);
+  catalog.folder = folder;
+  return catalog;
+}
+
+Catalog open_dcp(const Path& folder) {
+  auto catalog = read_dcp(folder);
+  read_dcp_values(catalog);
+  return catalog;
+}
+
+Catalog open_safetensors(const Path& folder) {
   Collector collector(folder);
-  bool any = false;
   const auto all = list_folder(folder);
   check_names(folder, all);
   for (const auto& name : all) {
     if (name.ends_with(".safetensors")) {
       collector.add_file(name);
-      any = true;
     }
   }
-  FSDP_CHECK_AS(
-      CheckpointError, any, folder.string(), " holds no checkpoint: neither ", kManifestName,
-      " nor a safetensors file is in it");
   return collector.finish();
 }
 
+Catalog open_folder(const Path& folder) {
+  switch (kind_of(folder)) {
+    case FolderKind::manifest:
+      return open_manifest(folder);
+    case FolderKind::hf_index:
+      return open_indexed(folder);
+    case FolderKind::dcp:
+      return open_dcp(folder);
+    case FolderKind::safetensors:
+      return open_safetensors(folder);
+    case FolderKind::none:
+      break;
+  }
+  FSDP_THROW(
+      CheckpointError, folder.string(), " holds no checkpoint: neither ", kManifestName, " nor ",
+      kDcpMetadataName, " nor a safetensors file is in it");
+}
+
 void check_files(const Catalog& catalog) {
+  for (const auto& [name, bytes] : catalog.least_bytes) {
+    check_fits(File::open(catalog.folder / name), bytes);
+  }
   std::map<std::string, int64_t> file_bytes;
   for (const auto& tensor : catalog.tensors) {
     for (const auto& piece : tensor.pieces) {
@@ -230,9 +251,38 @@ void Catalog::index(const std::string& where) {
   }
 }
 
+FolderKind kind_of(const Path& folder) {
+  if (path_exists(folder / kManifestName)) {
+    return FolderKind::manifest;
+  }
+  if (path_exists(folder / kIndexName)) {
+    return FolderKind::hf_index;
+  }
+  if (path_exists(folder / kDcpMetadataName)) {
+    return FolderKind::dcp;
+  }
+  const auto names = list_folder(folder);
+  const auto any = [&](const char* suffix) {
+    return std::any_of(
+        names.begin(), names.end(), [&](const auto& name) { return name.ends_with(suffix); });
+  };
+  if (any(".safetensors")) {
+    return FolderKind::safetensors;
+  }
+  return any(kDcpSuffix) ? FolderKind::dcp : FolderKind::none; // one that is incomplete
+}
+
+void check_fits(const File& file, int64_t least_bytes) {
+  const auto file_bytes = file.size();
+  FSDP_CHECK_AS(
+      CheckpointError, file_bytes >= least_bytes, file.path().string(), " has ", file_bytes,
+      " bytes, but needs ", least_bytes, ": the file is truncated");
+}
+
 void check_fits(
     const Path& file, int64_t file_bytes, const StoredTensor& tensor, const StoredPiece& piece) {
-  const auto bytes = *tensor_bytes(piece.box.sizes, tensor.dtype);
+  const auto bytes =
+      piece.archive_bytes > 0 ? piece.archive_bytes : *tensor_bytes(piece.box.sizes, tensor.dtype);
   FSDP_CHECK_AS(
       CheckpointError, piece.offset <= file_bytes && bytes <= file_bytes - piece.offset,
       file.string(), ", tensor '", tensor.name, "': the file has ", file_bytes,

@@ -21,6 +21,9 @@ struct StoredPiece {
   int64_t offset = 0;
   Box box;
   std::vector<uint32_t> crcs; // CRC32C of each `kBlockBytes`; empty if unknown
+  /// If this is not 0, so many bytes at `offset` are an archive that holds the part, see
+  /// open_dcp_piece.
+  int64_t archive_bytes = 0;
 };
 
 struct StoredTensor {
@@ -32,6 +35,15 @@ struct StoredTensor {
 
 using StoredValue = std::variant<bool, int64_t, double, std::string>;
 using StoredValues = std::vector<std::pair<std::string, StoredValue>>;
+
+/// Something of a Python program that is neither a tensor nor made of values.
+struct StoredObject {
+  std::string name;
+  std::string type; // "list" for example; empty if unknown
+  std::string file;
+  int64_t offset = 0;
+  int64_t bytes = 0;
+};
 
 /// A safetensors file has a checkpoint's values in its metadata, under this key.
 inline constexpr const char* kValuesKey = "fsdp.values";
@@ -47,6 +59,9 @@ struct Catalog {
   int64_t time = 0;                     // of the save, in nanoseconds since 1970; 0 if unknown
   std::vector<StoredTensor> tensors;
   StoredValues values;
+  std::vector<StoredObject> objects; // are not loaded or converted
+  /// How many bytes a file needs, if the checkpoint says more than its pieces do.
+  std::map<std::string, int64_t> least_bytes;
 
   /// Return null if there is none.
   const StoredTensor* find_tensor(const std::string& name) const;
@@ -62,10 +77,20 @@ struct Catalog {
   std::map<std::string, size_t> value_index_;
 };
 
-/// Opens a folder with our manifest.json, a Hugging Face folder with an index, a folder of
-/// safetensors files (of whole tensors, or of shards as torch's distributed checkpoint writes
-/// them), or a single safetensors file. Throws CheckpointError if elements of a tensor are missing
-/// or stored twice, or if a file is too short. Reads no tensor data.
+/// What kind of checkpoint a folder holds.
+enum class FolderKind {
+  none,
+  manifest,   // ours
+  hf_index,   // a Hugging Face folder with an index
+  dcp,        // of torch.distributed.checkpoint, see dcp.h
+  safetensors // other safetensors files
+};
+FolderKind kind_of(const Path& folder);
+
+/// Opens a folder with our manifest.json, a Hugging Face folder with an index, a folder
+/// that torch's distributed checkpoint wrote, a folder of safetensors files (of whole tensors, or
+/// of shards), or a single safetensors file. Throws CheckpointError if elements of a tensor are
+/// missing or stored twice, or if a file is too short. Reads no tensor data.
 Catalog open_catalog(const Path& path);
 
 /// Returns the checkpoint that a user means by `path`: a checkpoint, or the folder of a series or
@@ -73,6 +98,7 @@ Catalog open_catalog(const Path& path);
 Path find_checkpoint(const Path& path);
 
 /// Throws CheckpointError if a file of `file_bytes` ends before the piece does.
+void check_fits(const File& file, int64_t least_bytes);
 void check_fits(
     const Path& file, int64_t file_bytes, const StoredTensor& tensor, const StoredPiece& piece);
 

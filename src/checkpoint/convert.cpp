@@ -39,6 +39,8 @@ Catalog select(Catalog catalog, const std::optional<std::string>& only) {
       catalog.tensors, [&](const auto& item) { return !std::regex_match(item.name, pattern); });
   std::erase_if(
       catalog.values, [&](const auto& item) { return !std::regex_match(item.first, pattern); });
+  std::erase_if(
+      catalog.objects, [&](const auto& item) { return !std::regex_match(item.name, pattern); });
   FSDP_CHECK_AS(
       ConfigError, !catalog.tensors.empty(), "no tensor has a name that '", *only,
       "' matches all of");
@@ -223,6 +225,9 @@ ConvertReport convert_checkpoint(
       .input = checkpoint};
   for (const auto& tensor : output.tensors) {
     report.bytes += tensor_bytes(tensor.sizes, tensor.dtype).value();
+  }
+  for (const auto& object : input.objects) {
+    report.left_out.push_back(object.name);
   }
   return report;
 }

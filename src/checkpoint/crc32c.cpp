@@ -11,18 +11,20 @@ namespace fsdp::detail {
 
 namespace {
 
-constexpr uint32_t kPolynomial = 0x82f63b78; // reflected
+// Reflected polynomials: of CRC-32C, and of the CRC-32 in zip files.
+constexpr uint32_t kPolynomial = 0x82f63b78;
+constexpr uint32_t kZipPolynomial = 0xedb88320;
 
 using Tables = std::array<std::array<uint32_t, 256>, 8>;
 
 /// Table k maps a byte to the state after this byte and k zero bytes. With eight tables, eight
 /// bytes are looked up at once.
-constexpr Tables make_tables() {
+constexpr Tables make_tables(uint32_t polynomial) {
   Tables tables{};
   for (uint32_t byte = 0; byte < 256; ++byte) {
     uint32_t crc = byte;
     for (int bit = 0; bit < 8; ++bit) {
-      crc = (crc >> 1) ^ ((crc & 1) ? kPolynomial : 0);
+      crc = (crc >> 1) ^ ((crc & 1) ? polynomial : 0);
     }
     tables[0][byte] = crc;
   }
@@ -35,7 +37,25 @@ constexpr Tables make_tables() {
   return tables;
 }
 
-constexpr Tables kTables = make_tables();
+constexpr Tables kTables = make_tables(kPolynomial);
+constexpr Tables kZipTables = make_tables(kZipPolynomial);
+
+uint32_t by_tables(const Tables& tables, const void* data, size_t size, uint32_t crc) {
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  crc = ~crc;
+  for (; size >= 8; size -= 8, bytes += 8) {
+    uint32_t next = 0;
+    for (size_t i = 0; i < 4; ++i) {
+      next ^= tables[7 - i][(crc >> (8 * i) & 0xff) ^ bytes[i]];
+      next ^= tables[3 - i][bytes[4 + i]];
+    }
+    crc = next;
+  }
+  for (; size > 0; --size, ++bytes) {
+    crc = (crc >> 8) ^ tables[0][(crc & 0xff) ^ *bytes];
+  }
+  return ~crc;
+}
 
 #if defined(__x86_64__)
 constexpr size_t kStride = 8192; // bytes; a power of two
@@ -119,20 +139,11 @@ crc32c_by_instruction(const void* data, size_t size, uint32_t crc) {
 } // namespace
 
 uint32_t crc32c_by_tables(const void* data, size_t size, uint32_t crc) {
-  const auto* bytes = static_cast<const unsigned char*>(data);
-  crc = ~crc;
-  for (; size >= 8; size -= 8, bytes += 8) {
-    uint32_t next = 0;
-    for (size_t i = 0; i < 4; ++i) {
-      next ^= kTables[7 - i][(crc >> (8 * i) & 0xff) ^ bytes[i]];
-      next ^= kTables[3 - i][bytes[4 + i]];
-    }
-    crc = next;
-  }
-  for (; size > 0; --size, ++bytes) {
-    crc = (crc >> 8) ^ kTables[0][(crc & 0xff) ^ *bytes];
-  }
-  return ~crc;
+  return by_tables(kTables, data, size, crc);
+}
+
+uint32_t crc32(const void* data, size_t size, uint32_t crc) {
+  return by_tables(kZipTables, data, size, crc);
 }
 
 uint32_t crc32c(const void* data, size_t size, uint32_t crc) {

@@ -5,6 +5,7 @@
 #include "base/check.h"
 #include "base/text.h"
 #include "checkpoint/catalog.h"
+#include "checkpoint/dcp.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/safetensors.h"
 
@@ -15,12 +16,7 @@ namespace detail {
 namespace {
 
 bool has_files(const Path& folder) {
-  for (const auto& name : list_folder(folder)) {
-    if (name == kManifestName || Path(name).extension() == ".safetensors") {
-      return true;
-    }
-  }
-  return false;
+  return kind_of(folder) != FolderKind::none;
 }
 
 /// Returns the checkpoint that ROOT/latest of a series leads to. Empty if there is no such link.
@@ -58,8 +54,8 @@ Path find_checkpoint(const Path& path) {
     }
   }
   FSDP_THROW(
-      CheckpointError, path.string(), " holds no checkpoint: neither ", kManifestName,
-      " nor a safetensors file is in it, nor a complete step_... folder",
+      CheckpointError, path.string(), " holds no checkpoint: neither ", kManifestName, " nor ",
+      kDcpMetadataName, " nor a safetensors file is in it, nor a complete step_... folder",
       below.empty() ? "; give the folder of a run, of a checkpoint or of a run's checkpoints, a "
                       "Hugging Face folder, or a safetensors file"
                     : "; did you mean " + join(below, " or ") + "?");
@@ -73,11 +69,16 @@ CheckpointContents inspect_checkpoint(const std::filesystem::path& path) {
   auto catalog = detail::open_catalog(contents.path);
   contents.is_ours = !catalog.id.empty();
   contents.time = catalog.time;
+  contents.is_dcp =
+      detail::is_folder(contents.path) && detail::kind_of(contents.path) == detail::FolderKind::dcp;
   contents.values = std::move(catalog.values);
+  for (auto& object : catalog.objects) {
+    contents.objects.push_back({std::move(object.name), std::move(object.type), object.bytes});
+  }
   for (auto& stored : catalog.tensors) {
     CheckpointTensor tensor;
     tensor.name = stored.name;
-    tensor.dtype = detail::dtype_name(stored.dtype, stored.name);
+    tensor.dtype = detail::find_dtype_name(stored.dtype).value_or(c10::toString(stored.dtype));
     tensor.shape = stored.sizes;
     tensor.bytes = detail::tensor_bytes(stored.sizes, stored.dtype).value();
     for (auto& piece : stored.pieces) {

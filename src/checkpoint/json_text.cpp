@@ -180,6 +180,15 @@ std::string json_text(const json& value, const std::string& file) {
   }
 }
 
+bool is_utf8(std::string_view text) {
+  try {
+    (void)json(text).dump();
+    return true;
+  } catch (const json::exception&) {
+    return false;
+  }
+}
+
 JsonView json_field(JsonView object, const char* name, const std::string& file) {
   const auto found = object.find(name);
   FSDP_CHECK_AS(CheckpointError, found, file, ": there is no '", name, "' where one has to be");

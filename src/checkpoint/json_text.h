@@ -120,6 +120,8 @@ JsonTape parse_json(
     std::string_view text, const std::string& file, size_t depth = 0, const TakeJson& take = {});
 /// Refuses text that is not UTF-8.
 std::string json_text(const nlohmann::json& value, const std::string& file);
+/// Returns whether JSON can hold the text.
+bool is_utf8(std::string_view text);
 
 JsonView json_field(JsonView object, const char* name, const std::string& file);
 const std::string& json_string(JsonView value, const char* what, const std::string& file);

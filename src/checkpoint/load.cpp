@@ -2,6 +2,7 @@
 #include <ATen/MemoryOverlap.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 
 #include <fsdp/checkpoint.h>
@@ -24,6 +25,8 @@ struct Source {
   const detail::StoredTensor* tensor = nullptr;
   const detail::StoredValue* value = nullptr;
   at::Tensor kept = {}; // the data, if they cannot be read directly into the target
+  std::optional<StateDict::Value> number =
+      {}; // the element of `tensor`, if a plain value is wanted
 };
 
 bool is_partial(const StateDict::Value& value) {
@@ -33,12 +36,33 @@ bool is_partial(const StateDict::Value& value) {
                        [](const auto& item) { return std::holds_alternative<Partial>(item); });
 }
 
+/// Python stores the steps of optimizers as tensors without dims. They may go where a number is.
+bool takes_element(const Source& source, const StateDict::Value& value) {
+  return source.tensor && source.tensor->sizes.empty() &&
+         !c10::isComplexType(source.tensor->dtype) &&
+         (std::holds_alternative<bool>(value) || std::holds_alternative<int64_t>(value) ||
+          std::holds_alternative<double>(value));
+}
+
+/// Says what the checkpoint has instead of a value of this name, if Python saved something there.
+std::string object_text(const detail::Catalog& catalog, const std::string& name) {
+  for (const auto& object : catalog.objects) {
+    if (name == object.name || name.starts_with(object.name + ".")) {
+      return c10::str(
+          " (it has the object '", object.name, "'",
+          object.type.empty() ? "" : " of type " + object.type, ", which only Python can read)");
+    }
+  }
+  return "";
+}
+
 /// Returns the source of each key. Throws CheckpointError for everything that can be found to be
 /// wrong before tensor data is read.
 std::vector<Source> find_sources(
     const StateDict& state, const detail::Catalog& catalog, const LoadOptions& options) {
   const auto rename = detail::renaming_by(options.names);
   const auto folder = catalog.folder.string();
+  constexpr size_t kMaxNamed = 10;
   std::vector<Source> sources;
   std::vector<std::string> missing;
   for (const auto& [key, value] : state) {
@@ -46,12 +70,15 @@ std::vector<Source> find_sources(
     Source source{
         &key, detail::local_tensor(value), catalog.find_tensor(name), catalog.find_value(name)};
     if (!source.tensor && !source.value) {
-      missing.push_back(name == key ? "'" + key + "'" : "'" + name + "' (for '" + key + "')");
+      missing.push_back(
+          (name == key ? "'" + key + "'" : "'" + name + "' (for '" + key + "')") +
+          (missing.size() < kMaxNamed ? object_text(catalog, name) : ""));
       continue;
     }
     FSDP_CHECK_AS(
-        CheckpointError, source.target.has_value() == (source.tensor != nullptr), folder,
-        ", tensor '", name, "': is a ", source.tensor ? "tensor" : "plain value",
+        CheckpointError,
+        source.target.has_value() == (source.tensor != nullptr) || takes_element(source, value),
+        folder, ", tensor '", name, "': is a ", source.tensor ? "tensor" : "plain value",
         " in the checkpoint, but not where it is to go");
     if (source.target) {
       FSDP_CHECK_AS(
@@ -76,7 +103,6 @@ std::vector<Source> find_sources(
     }
     sources.push_back(std::move(source));
   }
-  constexpr size_t kMaxNamed = 10;
   const auto num_missing = missing.size();
   missing.resize(std::min(num_missing, kMaxNamed));
   FSDP_CHECK_AS(
@@ -93,6 +119,21 @@ bool goes_straight(const Source& source) {
          local.scalar_type() == source.tensor->dtype;
 }
 
+/// Returns a tensor's one element. A whole number that goes where one is stays one.
+StateDict::Value element_of(const at::Tensor& tensor, const StateDict::Value& before) {
+  if (tensor.scalar_type() == at::kBool) {
+    return tensor.item<bool>();
+  }
+  if (!tensor.is_floating_point()) {
+    return tensor.item<int64_t>();
+  }
+  const auto number = tensor.item<double>();
+  const bool is_whole = std::trunc(number) == number && std::abs(number) < 0x1p63;
+  return is_whole && std::holds_alternative<int64_t>(before)
+             ? StateDict::Value(static_cast<int64_t>(number))
+             : StateDict::Value(number);
+}
+
 /// A rank's load. The constructor reads and checks everything, then `finish` changes the tensors.
 /// Data that can be read directly into the live tensors is read twice, the second time from the
 /// page cache: this is faster than a copy in between, and needs no memory for it. Other data is
@@ -104,7 +145,10 @@ class Loading {
         reader_(catalog_, options.verify),
         sources_(find_sources(state, catalog_, options)) {
     for (auto& source : sources_) {
-      if (source.target && goes_straight(source)) {
+      if (source.tensor && !source.target) {
+        const detail::LocalTensor target{at::empty({}, at::device(at::kMeta)), {}, {{}}};
+        source.number = element_of(reader_.read(*source.tensor, target), state.at(*source.key));
+      } else if (source.target && goes_straight(source)) {
         reader_.check(*source.tensor, *source.target);
       } else if (source.target) {
         // Convert the dtype at once: the dtype in the file may need more memory.
@@ -120,7 +164,9 @@ class Loading {
 
   void finish(StateDict& state) {
     for (auto& source : sources_) {
-      if (source.kept.defined()) {
+      if (source.number) {
+        state.set(*source.key, *source.number);
+      } else if (source.kept.defined()) {
         source.target->local.detach().copy_(source.kept);
         source.kept = at::Tensor(); // free its memory at once
       } else if (source.target) {

@@ -84,6 +84,41 @@ void Reader::read_block(
   }
 }
 
+/// Returns where in an archive a piece lies. Compares its checksum, if there is one.
+const DcpPiece& Reader::open_archive(
+    const StoredTensor& stored, const StoredPiece& piece, bool verify) {
+  auto found = archives_.find(&piece);
+  if (found == archives_.end()) {
+    found = archives_.emplace(&piece, open_dcp_piece(file(piece.file), stored, piece)).first;
+  }
+  if (verify && !checked_.contains({&piece, 0})) {
+    check_dcp_piece(file(piece.file), stored, found->second);
+    checked_.emplace(&piece, 0);
+  }
+  return found->second;
+}
+
+/// Copies the box `common` of a piece that is not row-major.
+void Reader::copy_strided(
+    const StoredTensor& stored,
+    const StoredPiece& piece,
+    const DcpPiece& found,
+    const Box& common,
+    const Block& local,
+    char* memory) {
+  const auto bytes = *tensor_bytes(piece.box.sizes, stored.dtype);
+  block_.resize(std::max(block_.size(), static_cast<size_t>(bytes)));
+  file(piece.file).read(found.offset, block_.data(), bytes);
+  auto from = at::from_blob(block_.data(), piece.box.sizes, found.strides, stored.dtype);
+  auto to = at::from_blob(memory, local.sizes, stored.dtype);
+  for (size_t i = 0; i < common.sizes.size(); ++i) {
+    const auto dim = static_cast<int64_t>(i);
+    from = from.narrow(dim, common.offsets[i] - piece.box.offsets[i], common.sizes[i]);
+    to = to.narrow(dim, common.offsets[i] - local.origin[i], common.sizes[i]);
+  }
+  to.copy_(from);
+}
+
 void Reader::check(const StoredTensor& stored, const LocalTensor& target) {
   visit(stored, target, verify_, nullptr);
 }
@@ -113,10 +148,23 @@ void Reader::visit(
       if (!common) {
         continue;
       }
-      const bool check = verify && !piece.crcs.empty();
+      const auto* plain = &piece;
+      StoredPiece in_archive;
+      if (piece.archive_bytes > 0) {
+        const auto& found = open_archive(stored, piece, verify);
+        if (!found.strides.empty()) {
+          if (memory) {
+            copy_strided(stored, piece, found, *common, local, memory);
+          }
+          continue;
+        }
+        in_archive = {piece.file, found.offset, piece.box, {}};
+        plain = &in_archive;
+      }
+      const bool check = verify && !plain->crcs.empty();
       const auto flush = [&] {
         if (!copies.empty()) {
-          read_block(stored, piece, copies, check, memory);
+          read_block(stored, *plain, copies, check, memory);
           copies.clear();
         }
       };

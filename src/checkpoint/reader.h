@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "checkpoint/catalog.h"
+#include "checkpoint/dcp.h"
 #include "checkpoint/plan.h"
 
 namespace fsdp::detail {
@@ -23,7 +24,8 @@ void check_block(
     uint32_t crc);
 
 /// Reads parts of a checkpoint's tensors. Without checksums it reads the bytes that are needed and
-/// small gaps between them; with checksums, the whole blocks that contain these bytes.
+/// small gaps between them; with checksums, the whole blocks that contain these bytes. A piece in
+/// an archive has one checksum, so all of this piece is read once to compare it.
 class Reader {
  public:
   /// `verify`: whether to compare checksums, if the catalog has them.
@@ -51,6 +53,14 @@ class Reader {
       const std::vector<Copy>& copies,
       bool check,
       char* memory);
+  const DcpPiece& open_archive(const StoredTensor& stored, const StoredPiece& piece, bool verify);
+  void copy_strided(
+      const StoredTensor& stored,
+      const StoredPiece& piece,
+      const DcpPiece& found,
+      const Box& common,
+      const Block& local,
+      char* memory);
   const File& file(const std::string& name);
 
   const Catalog& catalog_;
@@ -60,6 +70,7 @@ class Reader {
   /// Blocks that had their checksums. A tensor may be read in many small parts, and each part would
   /// need all of its block again.
   std::set<std::pair<const StoredPiece*, int64_t>> checked_;
+  std::map<const StoredPiece*, DcpPiece> archives_;
   std::vector<char> block_;
 };
 

@@ -72,11 +72,18 @@ void sort_by_offset(std::vector<SafetensorsEntry>& entries) {
 
 } // namespace
 
-std::string dtype_name(at::ScalarType dtype, const std::string& where) {
+std::optional<std::string> find_dtype_name(at::ScalarType dtype) {
   for (const auto& [name, type] : kDtypes) {
     if (type == dtype) {
       return name;
     }
+  }
+  return std::nullopt;
+}
+
+std::string dtype_name(at::ScalarType dtype, const std::string& where) {
+  if (auto name = find_dtype_name(dtype)) {
+    return *name;
   }
   FSDP_THROW(CheckpointError, where, ": safetensors files cannot hold ", dtype);
 }

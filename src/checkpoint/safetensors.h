@@ -16,8 +16,9 @@ namespace fsdp::detail {
 // A safetensors file consists of the length of the header, in 8 bytes, little-endian; the header,
 // in JSON; and the tensors, one after the other without gaps.
 
-/// Return the format's name of a dtype ("F32" for example), and the dtype of a name. Throw a
-/// CheckpointError that names `where` if there is none.
+/// Return the format's name of a dtype ("F32" for example), and the dtype of a name. If there is
+/// none, return nothing or throw a CheckpointError that names `where`.
+std::optional<std::string> find_dtype_name(at::ScalarType dtype);
 std::string dtype_name(at::ScalarType dtype, const std::string& where);
 at::ScalarType dtype_of(const std::string& name, const std::string& where);
 

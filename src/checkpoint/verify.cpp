@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "checkpoint/catalog.h"
+#include "checkpoint/dcp.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/safetensors.h"
@@ -33,9 +34,14 @@ class Verifier {
     const auto& path = report_.path;
     if (!is_folder(path)) {
       verify_file(path);
-    } else if (path_exists(path / kManifestName)) {
+    } else if (const auto kind = kind_of(path); kind == FolderKind::manifest) {
       if (attempt([&] { catalog_ = read_manifest(path / kManifestName); })) {
         verify_ours();
+      }
+      return std::move(report_);
+    } else if (kind == FolderKind::dcp) {
+      if (attempt([&] { catalog_ = read_dcp(path); })) {
+        verify_dcp();
       }
       return std::move(report_);
     } else {
@@ -86,7 +92,8 @@ class Verifier {
     });
   }
 
-  void verify_ours() {
+  /// Checks the coverage of the tensors. Returns their pieces by file, in the order of the file.
+  std::map<std::string, std::vector<PieceOf>> pieces_by_file() {
     catalog_.folder = report_.path;
     report_.num_tensors = static_cast<int64_t>(catalog_.tensors.size());
     std::map<std::string, std::vector<PieceOf>> files;
@@ -100,6 +107,13 @@ class Verifier {
       std::sort(pieces.begin(), pieces.end(), [](const auto& a, const auto& b) {
         return a.piece->offset < b.piece->offset;
       });
+    }
+    return files;
+  }
+
+  void verify_ours() {
+    const auto files = pieces_by_file();
+    for (const auto& [name, pieces] : files) {
       verify_pieces(report_.path / name, pieces);
     }
     for (const auto& name : safetensors_in(report_.path)) {
@@ -107,6 +121,38 @@ class Verifier {
         problem((report_.path / name).string(), ": is not in the manifest");
       }
     }
+  }
+
+  void verify_dcp() {
+    auto files = pieces_by_file();
+    std::map<std::string, std::vector<const StoredObject*>> objects;
+    for (const auto& object : catalog_.objects) {
+      objects[object.file].push_back(&object);
+    }
+    for (const auto& [name, bytes] : catalog_.least_bytes) {
+      files[name]; // one without tensors is verified, too
+    }
+    for (const auto& [name, pieces] : files) {
+      ++report_.num_files;
+      attempt([&, &name = name, &pieces = pieces] {
+        const auto file = File::open(report_.path / name);
+        attempt([&] { check_fits(file, catalog_.least_bytes.at(name)); });
+        for (const auto& [tensor, piece] : pieces) {
+          attempt([&, tensor = tensor, piece = piece] { verify_archive(file, *tensor, *piece); });
+        }
+        for (const auto* object : objects[name]) {
+          attempt([&] { check_dcp_object(file, *object); });
+        }
+      });
+    }
+  }
+
+  void verify_archive(const File& file, const StoredTensor& tensor, const StoredPiece& piece) {
+    const auto found = open_dcp_piece(file, tensor, piece);
+    const auto bytes = tensor_bytes(piece.box.sizes, tensor.dtype).value();
+    report_.bytes += bytes;
+    report_.unchecked_bytes += found.crc ? 0 : bytes;
+    check_dcp_piece(file, tensor, found);
   }
 
   void verify_pieces(const Path& path, const std::vector<PieceOf>& pieces) {

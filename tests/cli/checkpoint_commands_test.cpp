@@ -7,6 +7,7 @@
 #include "checkpoint/checkpoints.h"
 #include "checkpoint/name_rules.h"
 #include "cli/tool.h"
+#include "fuzz/dcp_inputs.h"
 
 namespace fsdp::test {
 namespace {
@@ -109,10 +110,12 @@ TEST(Inspect, RefusesWhatIsNoCheckpoint) {
     EXPECT_TRUE(contains(missing.output, "/none: there is no such checkpoint\n"));
     const auto empty = run({command, folder});
     EXPECT_EQ(empty.exit_code, 4);
-    EXPECT_TRUE(contains(empty.output, " holds no checkpoint: neither manifest.json nor a "));
+    EXPECT_TRUE(
+        contains(empty.output, " holds no checkpoint: neither manifest.json nor .metadata nor a "));
     const auto here = run_script(c10::str("cd ", folder, " && ", kTool, " ", command, " ."));
     EXPECT_EQ(here.exit_code, 4);
-    EXPECT_TRUE(contains(here.output, ". holds no checkpoint: neither manifest.json nor a "));
+    EXPECT_TRUE(
+        contains(here.output, ". holds no checkpoint: neither manifest.json nor .metadata nor a "));
     EXPECT_TRUE(contains(here.output, "; give the folder of a run, of a checkpoint or "));
   }
 }
@@ -313,6 +316,71 @@ TEST(Convert, RefusesWhatMakesNoSense) {
   set_file_text(path + "/rank_00000.safetensors", text);
   refused({out}, "tensor 'rows': bytes ", 4);
   EXPECT_FALSE(detail::path_exists(out));
+}
+
+/// A folder of torch.distributed.checkpoint: the tensor "w", and the object "o", a list of 5 and of
+/// what only Python can read.
+std::string dcp_folder() {
+  const auto path = temporary_folder() + "/dcp";
+  detail::make_folder(path);
+  const auto object =
+      object_archive(Pickled::list({Pickled::integer(5),
+                                    Pickled::object(Pickled::global("__builtin__", "complex"), {})})
+                         .bytes());
+  auto dcp = good_dcp();
+  dcp.object_length = static_cast<int64_t>(object.size());
+  set_file_text(path + "/.metadata", dcp.bytes());
+  set_file_text(path + "/0.distcp", kGoodTensorArchive);
+  set_file_text(path + "/1.distcp", kGoodTensorArchive);
+  set_file_text(path + "/2.distcp", object);
+  return path;
+}
+
+TEST(DcpFolder, IsInspected) {
+  const auto path = dcp_folder();
+  const auto ended = run({"inspect", path});
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  for (const auto* part :
+       {"format    torch.distributed.checkpoint\n", "\nw       F32    [4,3] ", " 0.distcp +1 ",
+        "\no.0    5\n", "\nOBJECT  TYPE ", "\no.1     complex ",
+        "\ntotal     1 tensor, 48 B in 2 files; 1 value; 1 object of Python\n"}) {
+    EXPECT_TRUE(contains(ended.output, part));
+  }
+  const auto json = inspected(path);
+  EXPECT_EQ(json["format"], "torch.distributed.checkpoint");
+  EXPECT_EQ(json["values"]["o.0"], 5);
+  ASSERT_EQ(json["objects"].size(), 1u);
+  EXPECT_EQ(json["objects"][0]["name"], "o.1");
+  EXPECT_EQ(json["objects"][0]["type"], "complex");
+  EXPECT_EQ(json["tensors"][0]["pieces"].size(), 2u);
+}
+
+TEST(DcpFolder, IsVerified) {
+  const auto path = dcp_folder();
+  expect_good(path);
+  set_file_text(path + "/1.distcp", kGoodTensorArchive.substr(0, 100));
+  const auto cut = run({"verify", path});
+  EXPECT_EQ(cut.exit_code, 1);
+  EXPECT_TRUE(contains(cut.output, "bad       " + path + "/1.distcp"));
+  EXPECT_TRUE(contains(cut.output, "/1.distcp, tensor 'w': "));
+  ASSERT_EQ(unlink((path + "/.metadata").c_str()), 0);
+  const auto incomplete = run({"verify", path});
+  EXPECT_EQ(incomplete.exit_code, 1);
+  EXPECT_TRUE(contains(incomplete.output, path + " is incomplete: .metadata is missing"));
+  EXPECT_EQ(run({"inspect", path}).exit_code, 4);
+}
+
+TEST(DcpFolder, IsConverted) {
+  const auto path = dcp_folder();
+  const auto words = converted({path, path + "_out", "--format", "sharded", "--ranks", "2"});
+  EXPECT_TRUE(contains(words, "fsdp: warning: left out 1 object that only Python can read: o.1\n"));
+  EXPECT_TRUE(contains(words, "_out: 1 tensor, 48 B in 2 files\n"));
+  expect_good(path + "_out");
+  EXPECT_EQ(inspected(path + "_out")["values"], nlohmann::json({{"o.0", 5}}));
+  EXPECT_EQ(count(converted({path, path + "_w", "--only", "w"}), "left out"), 0);
+  const auto in_place = run({"convert", path, path, "--format", "sharded", "--overwrite"});
+  EXPECT_EQ(in_place.exit_code, 4);
+  EXPECT_TRUE(contains(in_place.output, "save to another folder"));
 }
 
 } // namespace

@@ -14,9 +14,12 @@
 
 #include "checkpoint/catalog.h"
 #include "checkpoint/crc32c.h"
+#include "checkpoint/dcp.h"
 #include "checkpoint/json_text.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/reader.h"
+#include "fuzz/dcp_inputs.h"
+#include "fuzz/input.h"
 
 namespace fsdp::test {
 
@@ -32,17 +35,6 @@ inline std::string with_length(uint64_t length, std::string_view rest) {
 inline std::string safetensors_file(std::string_view header, size_t data_bytes) {
   return with_length(header.size(), header) + std::string(data_bytes, 'x');
 }
-
-/// What the bytes of an input are.
-enum class FuzzKind : uint8_t {
-  file,     // a safetensors file
-  header,   // of one with `kFuzzDataBytes`
-  shard,    // the header of the second of two files of torch's distributed checkpoint
-  index,    // model.safetensors.index.json, beside good.safetensors with tensors a and b
-  manifest, // without its checksum, beside the two files
-  count
-};
-inline constexpr size_t kFuzzDataBytes = 24;
 
 // ------------------------------------------------------------ Good ones
 
@@ -99,6 +91,14 @@ class FuzzReader {
         safetensors_file(rows_of_w(2), kFuzzDataBytes));
     put(folder(FuzzKind::index) / "good.safetensors",
         safetensors_file(kGoodHeader, kFuzzDataBytes));
+    for (const auto kind :
+         {FuzzKind::dcp_metadata, FuzzKind::dcp_archive, FuzzKind::dcp_tensor,
+          FuzzKind::dcp_object}) {
+      put(folder(kind) / detail::kDcpMetadataName, good_dcp().bytes());
+      put(folder(kind) / "0.distcp", kGoodTensorArchive);
+      put(folder(kind) / "1.distcp", kGoodTensorArchive);
+      put(folder(kind) / "2.distcp", kGoodObjectArchive);
+    }
   }
 
   /// All of it; false where it is refused. What this throws is a bug.
@@ -140,6 +140,14 @@ class FuzzReader {
         return put(folder(kind) / "1.safetensors", safetensors_file(bytes, kFuzzDataBytes));
       case FuzzKind::index:
         return put(folder(kind) / "model.safetensors.index.json", bytes);
+      case FuzzKind::dcp_metadata:
+        return put(folder(kind) / detail::kDcpMetadataName, bytes);
+      case FuzzKind::dcp_archive:
+        return put_archive(kind, "1.distcp", bytes);
+      case FuzzKind::dcp_tensor:
+        return put_archive(kind, "1.distcp", tensor_archive(std::string(bytes), kFuzzDataBytes));
+      case FuzzKind::dcp_object:
+        return put_archive(kind, "2.distcp", object_archive(std::string(bytes)));
       default: // its { is part of the checksum's field
         const auto rest = bytes.substr(bytes.starts_with('{') ? 1 : 0);
         return put(
@@ -147,17 +155,19 @@ class FuzzReader {
     }
   }
 
+  /// Also says in `.metadata` how long it is.
+  void put_archive(FuzzKind kind, const std::string& name, std::string_view bytes) const {
+    auto dcp = good_dcp();
+    const auto size = static_cast<int64_t>(bytes.size());
+    (name == "2.distcp" ? dcp.object_length : dcp.second_length) = size;
+    put(folder(kind) / name, bytes);
+    put(folder(kind) / detail::kDcpMetadataName, dcp.bytes());
+  }
+
   const detail::Path root_;
 };
 
 // ------------------------------------------------------------ Corpus
-
-struct FuzzInput {
-  std::string what;
-  FuzzKind kind;
-  std::string bytes;
-  bool good = false;
-};
 
 /// The first `from` replaced.
 inline std::string replaced(std::string text, const std::string& from, const std::string& to) {
@@ -400,6 +410,7 @@ inline std::vector<FuzzInput> fuzz_corpus() {
   manifest("\"tensors\":[", "\"tensors\":[null,");
   manifest("\"tensors\":[", "\"tensors\":{},\"others\":[");
   add_broken_json(all, FuzzKind::manifest, good, "format");
+  add_dcp(all);
   return all;
 }
 

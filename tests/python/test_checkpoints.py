@@ -3,7 +3,6 @@
 import functools
 import os
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from pool import DEVICE
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -113,15 +113,13 @@ def test_load_into_a_live_model(ranks, tmp_path):
     ranks(2).run(load_into_a_model, str(tmp_path / "x"))
 
 
-def through_dcp(folder):
-    """What FSDP2 wrote by DCP comes to this format by loading it, and goes back the same way."""
+def there_and_back(folder):
+    """What FSDP2 wrote by DCP goes on in this engine, and comes back."""
     theirs, their_optimizer = trained(ENGINES["torch"])
     dcp.save(state_of(theirs, their_optimizer), checkpoint_id=f"{folder}/dcp")
     ours, our_optimizer = trained(fsdp_cpp, seed=1)
-    with pytest.raises(ValueError, match="was written by torch.distributed.checkpoint"):
-        fsdp_cpp.load(state_of(ours, our_optimizer), f"{folder}/dcp")
     state = state_of(ours, our_optimizer)
-    dcp.load(state, checkpoint_id=f"{folder}/dcp")
+    fsdp_cpp.load(state, f"{folder}/dcp")
     set_state(ours, our_optimizer, state)
     fsdp_cpp.save(state_of(ours, our_optimizer), f"{folder}/ours")
     again, again_optimizer = trained(ENGINES["torch"], seed=2)
@@ -131,34 +129,57 @@ def through_dcp(folder):
 
 
 def test_from_dcp_and_back(ranks, tmp_path):
-    ranks(2).run(through_dcp, str(tmp_path))
+    ranks(2).run(there_and_back, str(tmp_path))
 
 
 def save_by_dcp(folder):
-    state = state_of(*trained(ENGINES["torch"]), step=7, name="run", list=[1, (2.5, "x")])
+    own = {"step": 7, "rate": 0.5, "name": "run", "done": False, "nothing": None, "list": [1, (2.5, "x")]}
+    state = state_of(*trained(ENGINES["torch"]), **own)
     dcp.save(state, checkpoint_id=f"{folder}/dcp")
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = trained(ENGINES["torch"])
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer, options=flat)}, checkpoint_id=f"{folder}/flat")
     expected = wholes(state)
     if dist.get_rank() == 0:
         torch.save(expected, f"{folder}/expected.pt")
 
 
-def load_converted(folder):
-    state = state_of(*trained(fsdp_cpp, seed=1, steps=1), step=0, name="", list=[0, (0.0, "")])
-    fsdp_cpp.load(state, f"{folder}/converted")
-    check_equal(state, torch.load(f"{folder}/expected.pt", map_location=DEVICE))
+def load_flat(folder):
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = trained(fsdp_cpp, seed=1, steps=1)
+    state = get_optimizer_state_dict(model, optimizer, options=flat)
+    fsdp_cpp.load({"optimizer": state}, f"{folder}/flat")
+    set_optimizer_state_dict(model, optimizer, state, options=flat)
+    expected = torch.load(f"{folder}/expected.pt", map_location=DEVICE)
+    check_equal(get_optimizer_state_dict(model, optimizer), expected["optimizer"])
 
 
-def test_a_folder_of_dcp_is_converted(ranks, tmp_path):
+def test_a_folder_of_dcp(ranks, tmp_path):
     ranks(2).run(save_by_dcp, str(tmp_path))
-    convert = [sys.executable, "-m", "fsdp_cpp.from_dcp", tmp_path / "dcp", tmp_path / "converted"]
-    subprocess.run(convert, check=True)
-    again = subprocess.run(convert, stderr=subprocess.PIPE, text=True)
-    assert again.returncode != 0 and "converted is there already" in again.stderr
-    subprocess.run([*convert, "--overwrite"], check=True)
-    ranks(2).run(load_converted, str(tmp_path))
+    ranks(2).run(load_all, str(tmp_path), "dcp", (2,), "fsdp_cpp")
+    for shape, engine in [((4,), "fsdp_cpp"), ((2, 2), "fsdp_cpp"), ((4,), "torch")]:
+        ranks(4).run(load_all, str(tmp_path), "dcp", shape, engine)
+    ranks(4).run(load_flat, str(tmp_path))
     if TOOL is not None:
-        verified = subprocess.run([TOOL, "verify", tmp_path / "converted"], check=True, capture_output=True, text=True)
-        assert "good" in verified.stdout
+        run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
+        assert "good" in run([TOOL, "verify", tmp_path / "dcp"]).stdout
+        converted = run([TOOL, "convert", tmp_path / "dcp", tmp_path / "converted", "--format", "sharded"])
+        assert "left out" not in converted.stderr
+        assert "good" in run([TOOL, "verify", tmp_path / "converted"]).stdout
+        ranks(2).run(load_all, str(tmp_path), "converted", (2,), "fsdp_cpp")
+
+
+def objects_of_dcp(folder):
+    dcp.save({"set": {1}, "step": 3}, checkpoint_id=folder)
+    state = {"step": 0}
+    fsdp_cpp.load(state, folder)
+    assert state == {"step": 3}
+    with pytest.raises(RuntimeError, match="the object 'set' of type set, which only Python can read"):
+        fsdp_cpp.load({"set": 0}, folder)
+
+
+def test_objects_of_dcp(ranks, tmp_path):
+    ranks(2).run(objects_of_dcp, str(tmp_path / "x"))
 
 
 @functools.cache  # DTensors keep the first of two equal meshes
@@ -166,14 +187,15 @@ def mesh_2d():
     return dist.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-def tensor_parallel(folder):
-    def make(seed):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6)).to(DEVICE)
-        parallelize_module(model, mesh_2d()["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        return fsdp_cpp.fully_shard(model, mesh=mesh_2d()["dp"])
+def two_ways(engine, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6)).to(DEVICE)
+    parallelize_module(model, mesh_2d()["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return engine.fully_shard(model, mesh=mesh_2d()["dp"])
 
-    model, other = make(0), make(1)
+
+def tensor_parallel(folder):
+    model, other = two_ways(fsdp_cpp, 0), two_ways(fsdp_cpp, 1)
     fsdp_cpp.save(model.state_dict(), folder)
     fsdp_cpp.load(other.state_dict(), folder)
     check_equal(dict(other.state_dict()), dict(model.state_dict()))
@@ -185,6 +207,20 @@ def tensor_parallel(folder):
 
 def test_tensor_parallel(ranks, tmp_path):
     ranks(4).run(tensor_parallel, str(tmp_path / "x"))
+
+
+def tensor_parallel_by_dcp(folder):
+    model, other = two_ways(ENGINES["torch"], 0), two_ways(fsdp_cpp, 1)
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    fsdp_cpp.load(other.state_dict(), folder)
+    check_equal(dict(other.state_dict()), dict(model.state_dict()))
+    plain = {name: torch.zeros(value.shape, device=DEVICE) for name, value in model.state_dict().items()}
+    fsdp_cpp.load(plain, folder)
+    check_equal(plain, dict(model.state_dict()))
+
+
+def test_tensor_parallel_by_dcp(ranks, tmp_path):
+    ranks(4).run(tensor_parallel_by_dcp, str(tmp_path / "x"))
 
 
 def refused(folder):
