@@ -4,6 +4,7 @@
 #include <iostream>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,7 @@
 #include "cli/generate/decoder.h"
 #include "cli/generate/language_model.h"
 #include "cli/generate/text_stream.h"
+#include "cli/text/token_text.h"
 #include "cli/train/progress.h"
 #include "cli/train/token_choice.h"
 
@@ -51,16 +53,16 @@ void check(const GenerateOptions& options) {
   }
 }
 
-/// Draws tokens until there are `count`, one ends the text, or `on_bytes` returns false. Returns
+/// Draws tokens until there are `count`, one ends the text, or `on_token` returns false. Returns
 /// how many were drawn.
-template <class OnBytes>
+template <class OnToken>
 int64_t draw(
     const LanguageModel& language,
     const Transformer& model,
     std::vector<int64_t> tokens,
     int64_t count,
     TokenChoice choose,
-    const OnBytes& on_bytes) {
+    const OnToken& on_token) {
   const auto most =
       std::min(language.longest, std::ssize(tokens) + std::min(count, language.longest));
   const auto meaningless = language.meaningless();
@@ -74,7 +76,7 @@ int64_t draw(
       next.assign(tokens.end() - (most + 1) / 2, tokens.end());
     }
     const auto token = choose(decoder.scores_behind(next).masked_fill(meaningless, -kInfinity));
-    if (language.ends.contains(token) || !on_bytes(language.bytes_of(token))) {
+    if (language.ends.contains(token) || !on_token(token)) {
       return drawn + 1;
     }
     tokens.push_back(token);
@@ -116,11 +118,18 @@ int generate(const GenerateOptions& options) {
     TextStream stream(options.stops, [&](const std::string& text) {
       print(options.raw ? text : shown_text(text));
     });
+    std::optional<TokenText> text;
+    if (language.tokenizer) {
+      text.emplace(*language.tokenizer, /*begins=*/options.prompt.empty());
+    }
     const auto start = std::chrono::steady_clock::now();
-    const auto drawn = draw(
-        language, model, tokens, options.tokens, TokenChoice(choice),
-        [&](const std::string& bytes) { return stream.add(bytes); });
-    stream.finish();
+    const auto drawn =
+        draw(language, model, tokens, options.tokens, TokenChoice(choice), [&](int64_t token) {
+          return stream.add(text ? text->add(token) : language.bytes_of(token));
+        });
+    if (!text || stream.add(text->finish())) {
+      stream.finish();
+    }
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
     std::cout << std::endl;
     if (options.stats) {

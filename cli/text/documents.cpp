@@ -23,7 +23,8 @@ constexpr size_t kPartBytes = 1 << 20; // what one thread takes at a time
 /// A part of a file, and its tokens once they are there.
 struct Work {
   std::string_view text;
-  bool begins = false; // a document
+  std::string_view before; // the part of the same document that lies before it
+  bool begins = false;     // a document
   bool ends = false;
   std::vector<int64_t> tokens;
   int64_t documents = 0;
@@ -54,8 +55,10 @@ class FileTokens {
         of_lines_(path.ends_with(".jsonl")) {
     const auto parts =
         of_lines_ ? cut_lines(file_.text()) : tokenizer.cut(file_.text(), kPartBytes);
+    std::string_view before;
     for (const auto& part : parts) {
-      work_.push_back({.text = part});
+      work_.push_back({.text = part, .before = before});
+      before = part;
     }
     work_.front().begins = true;
     work_.back().ends = true;
@@ -104,7 +107,7 @@ class FileTokens {
     if (work.begins) {
       begin_document(work);
     }
-    append(work, encode(work.text));
+    append(work, encode(work.text, work.before));
     if (work.ends) {
       end_document(work);
     }
@@ -151,9 +154,9 @@ class FileTokens {
     }
   }
 
-  std::vector<int64_t> encode(std::string_view text) const {
+  std::vector<int64_t> encode(std::string_view text, std::string_view before = {}) const {
     try {
-      return tokenizer_.encode(text);
+      return tokenizer_.encode(text, before);
     } catch (const ConfigError& error) {
       throw_config_error(options_.about, file_.path(), ": ", error.what_without_backtrace());
     }

@@ -6,9 +6,9 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/check.h"
-#include "cli/files.h"
 #include "cli/json_text.h"
 #include "cli/mapped_file.h"
+#include "cli/text/chat_form.h"
 #include "cli/text/lines.h"
 
 namespace fsdp::cli {
@@ -17,98 +17,11 @@ namespace {
 
 using Json = nlohmann::json;
 
-/// How a turn of a conversation is written.
-struct ChatForm {
-  std::string before_role;
-  std::string after_role;
-  std::string end;       // is learned if the assistant speaks
-  std::string after_end; // is never learned
-  bool trims;            // the whitespace around what is said
-};
-
-const ChatForm kForms[] = {
-    {"<|im_start|>", "\n", "<|im_end|>", "\n", /*trims=*/false},
-    {"<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>", "", /*trims=*/true}};
-
-/// What stands beside roles in other forms.
-constexpr const char* kOtherMarkers[] = {"<|im_sep|>",    "<|im_user|>",      "<|user|>",
-                                         "<|assistant|>", "<|header_start|>", "[INST]",
-                                         "<|turn>",       "<start_of_turn>",  "<|start_of_role|>"};
-
-/// The Jinja template of a folder, which says how conversations are written.
-struct ChatTemplate {
-  std::string file;
-  std::string text; // empty: there is none
-};
-
-ChatTemplate chat_template_of(const std::string& folder) {
-  const auto file = folder + "/chat_template.jinja";
-  if (const auto text = read_file(file)) {
-    return {file, *text};
-  }
-  const auto config = folder + "/tokenizer_config.json";
-  auto json = read_object(config).value("chat_template", Json());
-  if (json.is_array()) { // several, with names
-    Json chosen;
-    for (const auto& each : json) {
-      if (each.is_object() && (chosen.is_null() || each.value("name", Json()) == "default")) {
-        chosen = each.value("template", Json());
-      }
-    }
-    json = chosen;
-  }
-  return {config, json.is_string() ? json.get<std::string>() : ""};
-}
-
-/// The form of conversations in which both a tokenizer and the template of its folder have the
-/// special tokens.
-struct FoundForm {
-  const ChatForm* form = nullptr;
-  std::string problem; // if there is no form
-};
-
-FoundForm form_of(const Tokenizer& tokenizer) {
-  const auto chat = chat_template_of(tokenizer.folder());
-  const auto has = [&](const std::string& part) { return chat.text.find(part) != chat.text.npos; };
-  const auto refuse = [&](const std::string& why) {
-    return FoundForm{
-        nullptr, "is a conversation, but the template in " + chat.file + why +
-                     "; only the forms of Qwen (<|im_start|>) and of Llama 3 "
-                     "(<|start_header_id|>) are supported, so give \"prompt\" and \"completion\""};
-  };
-  for (const auto* marker : kOtherMarkers) {
-    if (has(marker)) {
-      return refuse(" writes " + std::string(marker));
-    }
-  }
-  std::string lacks;
-  for (const auto& form : kForms) {
-    if (tokenizer.find(form.before_role) && tokenizer.find(form.end)) {
-      if (chat.text.empty() || has(form.before_role)) {
-        return {&form, ""};
-      }
-      lacks = form.before_role;
-    }
-  }
-  return lacks.empty() ? FoundForm{nullptr,
-                                   "is a conversation, but the tokenizer has neither <|im_start|> "
-                                   "and <|im_end|> nor <|start_header_id|> and <|eot_id|>"}
-                       : refuse(" does not write " + lacks);
-}
-
-std::string trimmed(const std::string& text) {
-  constexpr const char* kSpaces = " \t\n\r\v\f";
-  const auto first = text.find_first_not_of(kSpaces);
-  return first == std::string::npos
-             ? ""
-             : text.substr(first, text.find_last_not_of(kSpaces) + 1 - first);
-}
-
 /// Makes the example of one line. The errors do not name the line yet.
 class ExampleMaker {
  public:
   ExampleMaker(const Tokenizer& tokenizer, std::optional<int64_t> end)
-      : tokenizer_(tokenizer), end_(end), found_(form_of(tokenizer)) {}
+      : tokenizer_(tokenizer), end_(end), found_(find_chat_form(tokenizer)) {}
 
   Example make(const Json& json) const {
     check_config(json.is_object(), "is not an object");
@@ -127,8 +40,10 @@ class ExampleMaker {
       check_config(
           end_.has_value(),
           "has a completion, but tokenizer_config.json names no eos_token to put after it");
-      add(example, tokenizer_.encode(json.at("prompt").get<std::string>()), /*learned=*/false);
-      add(example, tokenizer_.encode(json.at("completion").get<std::string>()), /*learned=*/true);
+      const auto prompt = json.at("prompt").get<std::string>();
+      const auto completion = json.at("completion").get<std::string>();
+      add(example, tokenizer_.encode(prompt), /*learned=*/false);
+      add(example, tokenizer_.encode(completion, prompt), /*learned=*/true);
       add(example, {*end_}, /*learned=*/true);
     }
     example.learned.front() = false; // nothing comes before it
@@ -140,10 +55,33 @@ class ExampleMaker {
 
  private:
   void add_messages(Example& example, const Json& messages) const {
-    const auto* const form = found_.form;
-    check_config(form != nullptr, found_.problem);
-    check_config(messages.is_array() && !messages.empty(), "has no messages");
+    check_config(found_.form.has_value(), found_.problem);
+    std::string before; // the whole conversation so far
+    for (const auto token : tokenizer_.prefix()) {
+      before += tokenizer_.bytes_of(token);
+    }
+    const auto add_text = [&](const std::string& text, bool learned) {
+      add(example, tokenizer_.encode(text, before), learned);
+      before += text;
+    };
     std::string given; // since the last answer
+    for (const auto& turn : found_.form->turns(read_messages(messages))) {
+      given += turn.before;
+      if (turn.is_answer) {
+        add_text(given, /*learned=*/false);
+        add_text(turn.said, /*learned=*/true);
+        given.clear();
+      } else {
+        given += turn.said;
+      }
+      given += turn.after;
+    }
+    add_text(given, /*learned=*/false);
+  }
+
+  static std::vector<Message> read_messages(const Json& messages) {
+    check_config(messages.is_array() && !messages.empty(), "has no messages");
+    std::vector<Message> result;
     for (const auto& message : messages) {
       check_config(
           message.is_object() && message.contains("role") && message.contains("content") &&
@@ -155,22 +93,12 @@ class ExampleMaker {
             "\", which is not supported");
       }
       const auto role = message.at("role").get<std::string>();
-      const auto content = message.at("content").get<std::string>();
       check_config(
           role == "system" || role == "user" || role == "assistant", "has the role \"", role,
           "\"; the roles are system, user and assistant");
-      const auto said = (form->trims ? trimmed(content) : content) + form->end;
-      given += form->before_role + role + form->after_role;
-      if (role == "assistant") {
-        add(example, tokenizer_.encode(given), /*learned=*/false);
-        add(example, tokenizer_.encode(said), /*learned=*/true);
-        given.clear();
-      } else {
-        given += said;
-      }
-      given += form->after_end;
+      result.push_back({role, message.at("content").get<std::string>()});
     }
-    add(example, tokenizer_.encode(given), /*learned=*/false);
+    return result;
   }
 
   static void add(Example& example, const std::vector<int64_t>& tokens, bool learned) {

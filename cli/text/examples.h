@@ -22,9 +22,8 @@ bool holds_examples(const std::string& path);
 /// Reads the examples of a .jsonl file, one per line:
 /// - {"prompt": "...", "completion": "..."}: the completion and `end` after it are learned;
 /// - {"messages": [{"role": "...", "content": "..."}, ...]}: what the role "assistant" says is
-///   learned, and the token that ends its turn. The form is that of Qwen (ChatML) or of Llama 3,
-///   whichever has its special tokens in the tokenizer, and in the template of its folder if there
-///   is one. Nothing is added, such as a system prompt.
+///   learned, and the token that ends its turn. `find_chat_form` says how they are written. Nothing
+///   is added, such as a system prompt.
 /// Throws ConfigError that names --data, the file and the line if a line is anything else.
 std::vector<Example> read_examples(
     const Tokenizer& tokenizer, const std::string& path, std::optional<int64_t> end);

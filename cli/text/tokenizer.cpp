@@ -28,42 +28,111 @@ bool is_space(std::string_view text, size_t at) {
          });
 }
 
-} // namespace
+/// What lies behind a text, if the tokens of what follows depend on it.
+Before end_of(const Tokenizer::Parts& parts, std::string_view text) {
+  if (!parts.marks || !parts.marks->depends_on_before()) {
+    return Before::kText;
+  }
+  auto begin = Before::kNothing; // what lies before the last part
+  std::string_view last;
+  parts.raw.split(
+      text, [&](std::string_view part) { last = part; },
+      [&](int64_t) { begin = Before::kRawToken; });
+  if (last.empty()) {
+    return begin;
+  }
+  auto end = Before::kText;
+  parts.normalized.split(
+      parts.marks->normalized(last, begin),
+      [&](std::string_view part) { end = part.empty() ? end : Before::kText; },
+      [&](int64_t) { end = Before::kNormalizedToken; });
+  return end;
+}
 
-std::vector<int64_t> Tokenizer::encode(std::string_view text) const {
-  const auto bad = first_not_utf8(text);
-  check_config(!bad, "the text is not UTF-8 at byte ", bad.value_or(0));
-  std::vector<int64_t> tokens;
-  // Words come again and again: where the tokens of each one are, and how many.
-  std::unordered_map<std::string_view, std::pair<size_t, size_t>> known;
-  std::list<std::string> normalized; // what `known` points into
-  const auto add_word = [&](std::string_view word) {
-    const auto [found, is_new] = known.try_emplace(word, tokens.size(), 0);
+/// Makes the tokens of one text.
+class Encoder {
+ public:
+  explicit Encoder(const Tokenizer::Parts& parts) : parts_(parts) {}
+
+  std::vector<int64_t> encode(std::string_view text, Before before) {
+    parts_.raw.split(
+        text, [&](std::string_view part) { add_raw(part, before); },
+        [&](int64_t token) {
+          tokens_.push_back(token);
+          before = Before::kRawToken;
+        });
+    return std::move(tokens_);
+  }
+
+ private:
+  /// What lies between added tokens that are found before it is normalized.
+  void add_raw(std::string_view text, Before before) {
+    if (parts_.marks) {
+      text = keep(parts_.marks->normalized(text, before));
+    } else if (parts_.composes) {
+      text = keep(composed(text));
+    }
+    parts_.normalized.split(
+        text, [&](std::string_view part) { add_text(part, before); },
+        [&](int64_t token) {
+          tokens_.push_back(token);
+          before = Before::kNormalizedToken;
+        });
+  }
+
+  /// What lies between all added tokens.
+  void add_text(std::string_view text, Before before) {
+    if (text.empty()) {
+      return;
+    }
+    const auto add = [&](std::string_view word) { add_word(word); };
+    if (!parts_.marks) {
+      parts_.splitter->split(text, add);
+      return;
+    }
+    if (parts_.marks->has_metaspace) {
+      text = keep(parts_.marks->marked(text, before));
+    }
+    parts_.marks->divide(text, add);
+  }
+
+  /// Words come again and again.
+  void add_word(std::string_view word) {
+    const auto [found, is_new] = known_.try_emplace(word, tokens_.size(), 0);
     auto& [first, count] = found->second;
     if (!is_new) {
       for (size_t i = 0; i < count; ++i) {
-        tokens.push_back(tokens[first + i]);
+        tokens_.push_back(tokens_[first + i]);
       }
       return;
     }
-    const auto whole = parts_->whole_words ? parts_->tokens.find(word) : parts_->tokens.end();
-    if (whole != parts_->tokens.end()) {
-      tokens.push_back(whole->second);
+    const auto whole = parts_.whole_words ? parts_.tokens.find(word) : parts_.tokens.end();
+    if (whole != parts_.tokens.end()) {
+      tokens_.push_back(whole->second);
     } else {
-      parts_->bpe->append_tokens(word, tokens);
+      parts_.bpe->append_tokens(word, tokens_);
     }
-    count = tokens.size() - first;
-  };
-  const auto add_token = [&](int64_t token) { tokens.push_back(token); };
-  const auto add_text = [&](std::string_view part) { parts_->splitter->split(part, add_word); };
-  const auto add_raw = [&](std::string_view part) {
-    if (parts_->composes) {
-      part = normalized.emplace_back(composed(part));
-    }
-    parts_->normalized.split(part, add_text, add_token);
-  };
-  parts_->raw.split(text, add_raw, add_token);
-  return tokens;
+    count = tokens_.size() - first;
+  }
+
+  /// Keeps a text that `known_` points into.
+  std::string_view keep(std::string text) {
+    return texts_.emplace_back(std::move(text));
+  }
+
+  const Tokenizer::Parts& parts_;
+  std::vector<int64_t> tokens_;
+  /// Of each word where its tokens are in `tokens_`, and how many.
+  std::unordered_map<std::string_view, std::pair<size_t, size_t>> known_;
+  std::list<std::string> texts_;
+};
+
+} // namespace
+
+std::vector<int64_t> Tokenizer::encode(std::string_view text, std::string_view before) const {
+  const auto bad = first_not_utf8(text);
+  check_config(!bad, "the text is not UTF-8 at byte ", bad.value_or(0));
+  return Encoder(*parts_).encode(text, before.empty() ? Before::kNothing : end_of(*parts_, before));
 }
 
 const std::string& Tokenizer::folder() const {
@@ -102,12 +171,23 @@ std::optional<int64_t> Tokenizer::find(std::string_view bytes) const {
 }
 
 // Note [Where a text can be cut]
-// After a line end, if no whitespace follows. The patterns of GPT-2, Llama 3 and Qwen take no line
-// end together with such a character, and NFC joins no character to a line end. GPT-2's pattern
-// divides a run of whitespace before a word in another way than one at the end of a text, so there
-// the line end must follow a word. If the tokenizer has another pattern, or an added token with a
-// line end inside, a text stays whole.
+// After a line end, if no token goes over it.
+// - Byte-level BPE: if no whitespace follows. The patterns of GPT-2, Llama 3 and Qwen take no line
+//   end together with such a character, and NFC joins no character to a line end. GPT-2's pattern
+//   divides a run of whitespace before a word in another way than one at the end of a text, so
+//   there the line end must follow a word. If the tokenizer has another pattern, or an added token
+//   with a line end inside, a text stays whole.
+// - SentencePiece: if no merge joins the line end to the character that follows, and no added token
+//   has both. `after_line` says for which first bytes of a character one does. With `ignore_merges`
+//   a text stays whole.
 std::vector<std::string_view> Tokenizer::cut(std::string_view text, size_t size) const {
+  const auto is_place = [&](size_t line_end) {
+    if (parts_->marks) {
+      return !parts_->after_line[static_cast<unsigned char>(text[line_end + 1])];
+    }
+    const bool after_word = !is_space(text, line_end - 1);
+    return !is_space(text, line_end + 1) && (after_word || !parts_->cuts_after_words);
+  };
   std::vector<std::string_view> result;
   size_t from = size; // no line end before this place
   while (parts_->can_cut && text.size() > size) {
@@ -115,8 +195,7 @@ std::vector<std::string_view> Tokenizer::cut(std::string_view text, size_t size)
     if (line_end == std::string_view::npos || line_end + 1 == text.size()) {
       break;
     }
-    const bool after_word = !is_space(text, line_end - 1);
-    if (!is_space(text, line_end + 1) && (after_word || !parts_->cuts_after_words)) {
+    if (is_place(line_end)) {
       result.push_back(text.substr(0, line_end + 1));
       text.remove_prefix(line_end + 1);
       from = size;

@@ -206,8 +206,7 @@ TEST(HfModel, WeightsThatDoNotFitAreNamed) {
   const auto message = [](const std::string& name, auto change) {
     auto dims = config_of(name, {}).model;
     change(dims);
-    return message_of<ConfigError>(
-        [&] { check_weights_fit(dims, models().folder + "/" + name); });
+    return message_of<ConfigError>([&] { check_weights_fit(dims, models().folder + "/" + name); });
   };
   EXPECT_TRUE(contains(
       message("qwen2", [](ModelDims& dims) { dims.qkv_bias = false; }),

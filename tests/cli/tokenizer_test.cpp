@@ -13,6 +13,7 @@ namespace fsdp::cli {
 namespace {
 
 using test::contains;
+using test::expect_tokens;
 using test::json_of;
 using test::made;
 using Json = nlohmann::json;
@@ -28,21 +29,6 @@ std::string refusal(Statement statement) {
   }
   ADD_FAILURE() << "no ConfigError was thrown";
   return "";
-}
-
-void expect_tokens(const Tokens& found, const Tokens& expected) {
-  if (found == expected) {
-    return;
-  }
-  const auto at =
-      std::mismatch(found.begin(), found.end(), expected.begin(), expected.end()).first -
-      found.begin();
-  const auto from = [&](const Tokens& tokens) {
-    const auto end = std::min<std::ptrdiff_t>(std::ssize(tokens), at + 8);
-    return testing::PrintToString(Tokens(tokens.begin() + at, tokens.begin() + end));
-  };
-  ADD_FAILURE() << "token " << at << " differs: " << found.size() << " tokens with " << from(found)
-                << " there, expected " << expected.size() << " with " << from(expected);
 }
 
 /// Calls `check(tokenizer, entry)` for every text of every folder.
