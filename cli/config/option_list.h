@@ -52,6 +52,7 @@ void for_each_option(Visit visit) {
   visit("accumulate", [](auto& config) -> auto& { return config.accumulate; }, false);
   // Fixed, because only checkpoints of fp16 hold the state of the gradient scaler.
   visit("param-dtype", [](auto& config) -> auto& { return config.param_dtype; }, true);
+  visit("float8", [](auto& config) -> auto& { return config.float8; }, false);
   visit("reduce-dtype", [](auto& config) -> auto& { return config.reduce_dtype; }, false);
   visit("send-dtype", [](auto& config) -> auto& { return config.send_dtype; }, false);
   visit("shard-dtype", [](auto& config) -> auto& { return config.shard_dtype; }, true);

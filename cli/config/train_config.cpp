@@ -80,6 +80,29 @@ void check_tensor_axis(const ModelDims& dims, int64_t ranks) {
   divides("--vocab", dims.vocab);
 }
 
+void check_float8(const TrainConfig& config, int64_t tensor_ranks) {
+  if (!config.has_float8()) {
+    return;
+  }
+  check_config(
+      !config.has_lora(), "--float8 ", config.float8,
+      ": --lora trains beside weights that stay exact; leave out one of them");
+  check_config(
+      config.keep_matmuls == "none", "--float8 ", config.float8, ": --keep-matmuls ",
+      config.keep_matmuls, " cannot keep products in float8; leave out one of them");
+  const auto& dims = config.model;
+  const auto is_aligned = [&](const char* option, int64_t size) {
+    constexpr int64_t kAligned = 16;
+    check_config(
+        config.device == "cpu" || size % kAligned == 0, "--float8 ", config.float8, ": ", option,
+        " gives a rank matrices with a side of ", size, ", and GPUs need a multiple of ", kAligned);
+  };
+  is_aligned("--dim", dims.dim);
+  is_aligned("--hidden", dims.hidden / tensor_ranks);
+  is_aligned("--heads", dims.heads * dims.head_dim() / tensor_ranks);
+  is_aligned("--kv-heads", dims.kv_heads * dims.head_dim() / tensor_ranks);
+}
+
 void check_optimizer(const TrainConfig& config) {
   const auto is_beta = [](double beta) { return beta >= 0 && beta < 1; };
   check_config(
@@ -191,6 +214,7 @@ void check(const TrainConfig& config, const MeshShape& mesh, bool allow_uneven) 
   within("--accumulate", config.accumulate, 1);
   check_model(config.model);
   check_tensor_axis(config.model, mesh.tensor);
+  check_float8(config, mesh.tensor);
   check_optimizer(config);
   check_config(
       config.kept_matmul_bytes() == 0 || config.activation_checkpointing, "--keep-matmuls ",

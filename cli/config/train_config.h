@@ -33,6 +33,7 @@ struct TrainConfig {
   std::optional<MeshShape> mesh; // empty: all ranks shard
   ReshardAfterForward reshard_after_forward;
   std::string param_dtype = "fp32";
+  std::string float8 = "none";     // how projections multiply and are gathered: see Float8Scaling
   std::string reduce_dtype;        // empty: as `param_dtype`
   std::string send_dtype = "fp32"; // "bf16" sends gradients in bf16 and adds them in fp32
   std::string shard_dtype = "fp32";
@@ -47,6 +48,9 @@ struct TrainConfig {
   /// How parameters are stored that LoRA does not train: as they are computed with.
   const std::string& frozen_dtype() const {
     return param_dtype;
+  }
+  bool has_float8() const {
+    return float8 != "none";
   }
   bool has_lora() const {
     return model.lora != "none";

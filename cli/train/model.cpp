@@ -91,7 +91,7 @@ ProjectionImpl::ProjectionImpl(
 }
 
 torch::Tensor ProjectionImpl::forward(const torch::Tensor& x) {
-  const auto result = LinearImpl::forward(x);
+  const auto result = float8 ? float8_linear(x, weight, bias, *float8) : LinearImpl::forward(x);
   if (lora_A.is_empty()) {
     return result;
   }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <fsdp/device_mesh.h>
+#include <fsdp/float8.h>
 #include <fsdp/hooked.h>
 #include <fsdp/nn.h>
 
@@ -88,6 +89,7 @@ struct ProjectionImpl : torch::nn::LinearImpl {
 
   nn::Linear lora_A{nullptr}, lora_B{nullptr}; // null without LoRA
   double lora_scale = 0;
+  std::optional<Float8Scaling> float8; // how it multiplies in float8, if it does
   /// Set if each rank of this mesh has a part of the layer: of its inputs, or of its outputs.
   std::optional<DeviceMesh> parts;
   bool divides_inputs = false;

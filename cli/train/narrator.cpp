@@ -103,7 +103,8 @@ void Narrator::show_plan(
           dims.hidden, " hidden", dims.tied ? ", tied" : "", ", in ", config.param_dtype,
           config.is_low_precision()
               ? c10::str("; kept in ", config.shard_dtype, ", moments in ", config.moments)
-              : ""));
+              : "",
+          config.has_float8() ? "; projections in float8, " + config.float8 : ""));
   if (!config.from.empty()) {
     screen_.labelled("from", printable(config.from));
   }

@@ -148,6 +148,11 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
   add("--param-dtype", config.param_dtype, "Dtype to gather and compute in: bf16, fp16, fp32")
       ->capture_default_str()
       ->check(dtypes);
+  add("--float8", config.float8,
+      "How projections multiply and are gathered in float8: none, tensorwise (one scale for each "
+      "tensor) or rowwise (one for each row)")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"none", "tensorwise", "rowwise"}));
   add("--reduce-dtype", config.reduce_dtype, "Dtype to reduce gradients in [--param-dtype]")
       ->check(dtypes);
   add("--send-dtype", config.send_dtype,

@@ -46,6 +46,20 @@ Divided division_of(const std::string& name, const at::Tensor& param) {
   return by_rows && name.ends_with("_proj.bias") ? Divided::rows : Divided::no;
 }
 
+/// The bytes that all ranks together send to gather a parameter of `rows`, with padding.
+int64_t wire_bytes_of(
+    const std::string& name,
+    int64_t rows,
+    int64_t row,
+    const MeshShape& mesh,
+    const TrainConfig& config) {
+  constexpr int64_t kScale = 4; // bytes
+  const bool in_float8 = config.has_float8() && name.ends_with("_proj.weight");
+  const auto num_scales = config.float8 == "rowwise" ? rows : mesh.shard;
+  return in_float8 ? rows * row + num_scales * kScale
+                   : rows * row * element_bytes(config.param_dtype);
+}
+
 /// Adds a parameter to its group.
 void add_param(
     GroupPlan& group,
@@ -76,6 +90,7 @@ void add_param(
     group.muon_bytes += shard_bytes;
   }
   group.gathered_bytes += padded * row * param_bytes;
+  group.wire_bytes += wire_bytes_of(name, padded, row, mesh, config);
   group.padding_bytes += (padded - rows) * row * param_bytes;
 }
 
@@ -222,7 +237,7 @@ std::vector<TrafficPlan> plan_traffic(
     const auto passes = config.accumulate * (again ? 2 : 1);
     if (mesh.shard > 1) {
       gathers.count += passes;
-      gathers.bytes += passes * group.gathered_bytes;
+      gathers.bytes += passes * group.wire_bytes;
       auto& reductions = config.sends_bf16() ? exchanges : scatters;
       reductions.count += group.num_trained > 0 ? 1 : 0;
       reductions.bytes += group.trained_wire_numel * (config.sends_bf16() ? 2 : reduce_bytes);
@@ -284,8 +299,12 @@ struct GroupBytes {
     grads = group.trained_wire_numel * param_bytes;
     // One rank computes with its shards themselves, unless they have to be cast or moved.
     const bool moves = config.offload && config.device != "cpu";
-    whole = alone && !cast && !moves ? 0 : group.gathered_bytes;
+    const bool unpacks = config.has_float8();
+    whole = alone && !cast && !moves && !unpacks ? 0 : group.gathered_bytes;
     sent = !alone && cast ? group.gathered_bytes / mesh.shard : 0;
+    if (unpacks) { // what a rank sends, and what it receives, which is then unpacked
+      sent = group.wire_bytes / mesh.shard + group.wire_bytes;
+    }
     const auto to_reduce = group.trained_wire_numel * reduce_bytes_of(config);
     const bool reduces = !alone || mesh.replicate > 1;
     reduced = reduces ? to_reduce + (alone ? 0 : to_reduce / mesh.shard) : 0;

@@ -17,6 +17,7 @@ struct GroupPlan {
   int64_t shard_bytes = 0;    // while sharded, on the rank with the most
   int64_t gathered_bytes = 0; // while gathered, in the dtype of compute, with padding
   int64_t padding_bytes = 0;  // the padding in `gathered_bytes`
+  int64_t wire_bytes = 0;     // what ranks send to gather it, all of them together
   // Of the parameters that are trained. With LoRA these are its matrices alone.
   int64_t trained_numel = 0;
   int64_t trained_bytes = 0;      // of `shard_bytes`

@@ -130,6 +130,9 @@ Activations plan_activations(
   // be more: there are two of them in fp32, but nothing of the feed-forward part.
   const auto hidden_grads = (config.device == "cpu" && token.element < 4 ? 3 : 2) * token.hidden;
   const auto score_grads = 2 * 4 * token.num_scores - token.swiglu;
+  // A product in float8 has a copy of its matrix in float8. A GPU transposes it into another copy.
+  // The CPU has matrix and result in fp32.
+  const auto in_float8 = config.has_float8() ? (config.device == "cpu" ? 1 + 4 + 4 : 1 + 1) : 0;
   return {
       .block = tokens * (2 * norm + sandwich + qk_norm_bytes(config, token) +
                          attention_bytes(config, token) + lora.kept + token.swiglu),
@@ -138,7 +141,8 @@ Activations plan_activations(
                            2 * token.hidden + 2 * token.wide + lora.kept),
       .more_matmuls = tokens * (token.element * token.num_scores + lora.products),
       .unneeded = tokens * token.wide, // the last product: autograd saves nothing after it
-      .in_block = tokens * (token.wide + std::max(hidden_grads, score_grads)),
+      .in_block = tokens * (token.wide + std::max(hidden_grads, score_grads) +
+                            in_float8 * token.hidden / token.element),
       .masks = mask_bytes(config, mesh, what),
       .end = tokens * norm,
       .scores = tokens * 3 * 4 * config.model.vocab / mesh.tensor};

@@ -13,6 +13,7 @@
 #include <fsdp/activation_checkpointing.h>
 #include <fsdp/clip_grad_norm.h>
 #include <fsdp/distributed.h>
+#include <fsdp/float8.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/meta_init.h>
 
@@ -102,6 +103,16 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
           "; try a smaller --lr, a longer --warmup or a --clip, or another --param-dtype"));
 }
 
+/// Projections multiply and are gathered in float8. Call it when they are sharded.
+void use_float8(const Transformer& model, Float8Scaling scaling) {
+  for (const auto& module : model->modules()) {
+    if (const auto projection = std::dynamic_pointer_cast<ProjectionImpl>(module)) {
+      projection->float8 = scaling;
+      set_all_gather_extension(projection->weight, float8_all_gather(scaling));
+    }
+  }
+}
+
 } // namespace
 
 c10::Device pick_device(const std::string& name) {
@@ -167,6 +178,10 @@ Transformer build_sharded(const TrainConfig& config, const TrainMesh& mesh) {
     shard(layer);
   }
   shard(model);
+  if (config.has_float8()) {
+    use_float8(
+        model, config.float8 == "rowwise" ? Float8Scaling::rowwise : Float8Scaling::tensorwise);
+  }
   return model;
 }
 

@@ -16,6 +16,7 @@
 #include <fsdp/dtensor.h>
 #include <fsdp/error.h>
 #include <fsdp/extension.h>
+#include <fsdp/float8.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/grad_scaler.h>
 #include <fsdp/hooked.h>

@@ -284,6 +284,10 @@ TEST(Options, ValuesThatCannotBeAreRefused) {
   refused({"--shard-dtype", "bf16", "--param-dtype", "fp16"}, "fp16 needs --shard-dtype fp32");
   refused({"--rounding", "nearest"}, "--rounding nearest: nothing is rounded in fp32");
   refused({"--send-dtype", "bf16", "--param-dtype", "bf16"}, "use --reduce-dtype fp32, or");
+  refused({"--float8", "rowwise", "--lora", "rank=4"}, "--lora trains beside weights that stay");
+  refused(
+      {"--float8", "rowwise", "--activation-checkpointing", "--keep-matmuls", "all"},
+      "cannot keep products in float8; leave out one of them");
   refused({"--send-dtype", "bf16", "--ranks", "1"}, "parameters are not sharded; use more ranks");
   refused({"--keep-matmuls", "all"}, "nothing is recomputed without --activation-checkpointing");
   for (const std::string size : {"2GB", "GiB", "-1", "1e99", "all of them", "2 GiB"}) {

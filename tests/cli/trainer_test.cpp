@@ -350,10 +350,13 @@ TEST(Trainer, LowPrecisionGivesNearlyTheSameLosses) {
   expect_near("bf16 shards", 2, [](auto& c) { c.shard_dtype = "bf16"; });
   expect_near("8-bit moments", 2, [](auto& c) { c.moments = "8bit"; });
   expect_near("sent in bf16", 4, [](auto& c) { c.send_dtype = "bf16"; });
+  expect_near("float8", 2, [](auto& c) { c.float8 = "tensorwise"; });
+  expect_near("float8, a scale for each row", 4, [](auto& c) { c.float8 = "rowwise"; });
   expect_near("all of it, with replicas and tensor parallelism", 8, [](auto& c) {
     c.shard_dtype = "bf16";
     c.moments = "8bit";
     c.send_dtype = "bf16";
+    c.float8 = "rowwise";
     c.mesh = MeshShape{.replicate = 2, .shard = 2, .tensor = 2};
   });
   expect_near("offloaded", 2, [](auto& c) {

@@ -28,6 +28,7 @@ MAY_INCLUDE["group"] = MAY_INCLUDE["param"] | {"param", "observe"}
 MAY_INCLUDE["optim"] = MAY_INCLUDE["param"] | {"param"}
 MAY_INCLUDE["state"] = MAY_INCLUDE["group"] | {"group"}
 MAY_INCLUDE["module"] = MAY_INCLUDE["state"] | {"state"}
+MAY_INCLUDE["float8"] = MAY_INCLUDE["module"] | {"module"}
 MAY_INCLUDE["parallel"] = MAY_INCLUDE["module"] | {"module"}
 MAY_INCLUDE["state_dict"] = MAY_INCLUDE["module"] | {"module", "optim"}
 MAY_INCLUDE["checkpoint"] = MAY_INCLUDE["tensor"] | {"tensor", "state_dict"}
@@ -50,6 +51,7 @@ PUBLIC = {
     "forward_call.h": "module",
     "forward_scope.h": "state",
     "forward_signature.h": "module",
+    "float8.h": "float8",
     "fsdp.h": None,  # the umbrella: for users only
     "fully_shard.h": "module",
     "grad_scaler.h": "optim",
@@ -88,7 +90,7 @@ ONLY_IN = {
     r"_allgather_base|_reduce_scatter_base|alltoall_base": r"process_group/c10d_adapter\.",
     r"<(cuda|ATen/cuda|c10/cuda)|ProcessGroupNCCL\.hpp": r"process_group/nccl/",
     r"ProcessGroupGloo\.hpp|<gloo/": r"process_group/gloo/",
-    r"<torch/torch\.h>|<torch/nn": r"(module|parallel)/",
+    r"<torch/torch\.h>|<torch/nn": r"(float8|module|parallel)/",
     r"\bgetenv\b": r"(launch/launch_env|runtime/log)\.cpp",
 }
 
