@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <iterator>
+#include <set>
 #include <string_view>
+#include <utility>
 
 #include "cli/check.h"
 #include "cli/text/chat_template.h"
@@ -54,43 +56,99 @@ constexpr const char* kOtherMarkers[] = {"<|im_sep|>",       "<|im_user|>",     
                                          "<|assistant|>",    "<|header_start|>", "<|turn>",
                                          "<|start_of_role|>"};
 
-/// Removes a part of a template wherever it is. Returns whether it was there.
-bool take(std::string& code, const std::string& part) {
-  bool result = false;
-  for (auto at = code.find(part); at != code.npos; at = code.find(part, at)) {
-    code.erase(at, part.size());
-    result = true;
-  }
-  return result;
-}
-
 bool has(const std::string& text, const std::string& part) {
   return text.find(part) != text.npos;
 }
 
-/// The templates of Gemma 1 and 2, and of Gemma 3, which knows a system.
-std::optional<ChatForm> gemma_form_of(std::string code) {
-  using System = ChatForm::System;
-  const std::string begin = "{{'<start_of_turn>'+role+'\n'+";
-  take(code, "{{'<start_of_turn>model\n'}}"); // asks the model for an answer
-  auto system = System::kRefused;
-  if (take(code, begin + "(first_user_prefix if loop.first else '')}}")) {
-    if (!take(code, "{{message['content']|trim}}") || !take(code, "{{'<end_of_turn>\n'}}") ||
-        !has(code, "first_user_prefix = messages[0]['content']+'\n\n'")) {
-      return std::nullopt;
+// ------------------------------------------------------------ Mistral and Gemma
+// Their templates have many versions. One is known if all its tags are.
+
+using Tags = std::vector<std::string>;
+
+bool has(const Tags& tags, const std::string& tag) {
+  return std::find(tags.begin(), tags.end(), tag) != tags.end();
+}
+
+/// The tags that write nothing, in the templates that are known.
+const std::set<std::string> kSilentTags{
+    "for message in messages",
+    "for message in loop_messages",
+    "if (message['role'] == 'user') != (loop.index0 % 2 == 0)",
+    "if (message['role'] == 'user') != (ns.index % 2 == 0)",
+    "if (message['role'] == 'assistant')",
+    "if message['role'] == 'user'",
+    "elif message['role'] == 'assistant'",
+    "if messages[0]['role'] == 'system'",
+    "if messages[0]['content'] is string",
+    "if message['content'] is string",
+    "if loop.first and system_message is defined",
+    "if loop.last and system_message is defined",
+    "if add_generation_prompt",
+    "if not tools is defined",
+    "else",
+    "endif",
+    "endfor",
+    "set system_message = messages[0]['content']",
+    "set loop_messages = messages[1:]",
+    "set loop_messages = messages",
+    "set user_messages = loop_messages|selectattr('role', 'equalto', 'user')|list",
+    "set tools = none",
+    "set ns = namespace()",
+    "set ns.index = 0",
+    "set ns.index = ns.index+1",
+    "set role = 'model'",
+    "set role = message['role']",
+    "set first_user_prefix = ''",
+    "set first_user_prefix = messages[0]['content']+'\n\n'",
+    "set first_user_prefix = messages[0]['content'][0]['text']+'\n\n'"};
+
+bool is_silent(const std::string& tag) {
+  return kSilentTags.contains(tag) || tag.starts_with("raise_exception(") ||
+         tag.starts_with("if not (message.role == 'tool' ");
+}
+
+/// Whether a template writes bos_token once: before all else, and in every conversation.
+bool begins_with_bos(const Tags& tags) {
+  int depth = 0;
+  for (const auto& tag : tags) {
+    if (!is_silent(tag)) {
+      return tag == "bos_token" && depth == 0 && std::count(tags.begin(), tags.end(), tag) == 1;
     }
-    system = System::kFirstTurn;
-  } else if (!take(code, begin + "message['content']|trim+'<end_of_turn>\n'}}")) {
+    depth += tag.starts_with("if ") || tag.starts_with("for ") ? 1 : 0;
+    depth -= tag.starts_with("end") ? 1 : 0;
+  }
+  return false;
+}
+
+/// The tags that write turns.
+std::set<std::string> written_by(const Tags& tags) {
+  std::set<std::string> written;
+  for (const auto& tag : tags) {
+    if (!is_silent(tag) && tag != "bos_token" && tag != "'<start_of_turn>model\n'") {
+      written.insert(tag);
+    }
+  }
+  return written;
+}
+
+/// The templates of Gemma 1 and 2, and of Gemma 3, which knows a system.
+std::optional<ChatForm> gemma_form_of(const Tags& tags) {
+  using System = ChatForm::System;
+  const std::string begin = "'<start_of_turn>'+role+'\n'+";
+  const std::set<std::string> plain{begin + "message['content']|trim+'<end_of_turn>\n'"};
+  const std::set<std::string> with_system{
+      begin + "(first_user_prefix if loop.first else '')", "message['content']|trim",
+      "'<end_of_turn>\n'"};
+  const auto written = written_by(tags);
+  if (!has(tags, "set role = 'model'") || (written != plain && written != with_system)) {
     return std::nullopt;
   }
-  const bool is_known =
-      has(code, "'model'") && !has(code, "<start_of_turn>") && !has(code, "<end_of_turn>");
-  return is_known ? std::optional(gemma_form(system)) : std::nullopt;
+  return gemma_form(written == plain ? System::kRefused : System::kFirstTurn);
 }
 
 /// How the templates of Mistral write an answer.
 struct MistralAnswer {
-  const char* code;
+  const char* tag;
   const char* begin;
   const char* before_end;
   const char* after;
@@ -98,36 +156,35 @@ struct MistralAnswer {
 };
 
 constexpr MistralAnswer kMistralAnswers[] = {
-    {"{{' '+message['content']+eos_token}}", " ", "", "", /*trims=*/false},
-    {"{{' '+message['content']|trim+eos_token}}", " ", "", "", /*trims=*/true},
-    {"{{' '+message['content']+' '+eos_token}}", " ", " ", "", /*trims=*/false},
-    {"{{message['content']+eos_token}}", "", "", "", /*trims=*/false},
-    {"{{message['content']+eos_token+' '}}", "", "", " ", /*trims=*/false}};
+    {"' '+message['content']+eos_token", " ", "", "", /*trims=*/false},
+    {"' '+message['content']|trim+eos_token", " ", "", "", /*trims=*/true},
+    {"' '+message['content']+' '+eos_token", " ", " ", "", /*trims=*/false},
+    {"message['content']+eos_token", "", "", "", /*trims=*/false},
+    {"message['content']+eos_token+' '", "", "", " ", /*trims=*/false}};
 
 /// The templates of Mistral and Mixtral with a tokenizer of SentencePiece: v0.1 to v0.3.
-std::optional<ChatForm> mistral_form_of(std::string code, const std::string& eos) {
+std::optional<ChatForm> mistral_form_of(const Tags& tags, const std::string& eos) {
   constexpr std::pair<const char*, const char*> kUsers[] = {
       {" [INST] ", " [/INST]"}, {"[INST] ", " [/INST]"}, {"[INST] ", "[/INST]"}};
   using System = ChatForm::System;
   ChatForm form;
   form.alternates = true;
   form.system_place = System::kRefused;
+  auto written = written_by(tags);
   for (const std::pair<std::string, std::string> user : kUsers) {
-    const auto open = "{{'" + user.first + "'+";
-    const auto close = "message['content']+'" + user.second + "'}}";
-    if (take(code, open + close)) {
+    const auto open = "'" + user.first + "'+";
+    const auto close = "message['content']+'" + user.second + "'";
+    if (form.user.begin.empty() && written.erase(open + close) > 0) {
       form.user = {.before = "", .begin = user.first, .end = user.second, .after = ""};
-    }
-    if (take(code, open + "system_message+'\n\n'+" + close)) {
-      const bool is_first = has(code, "loop.first and system_message is defined");
-      if (!is_first && !has(code, "loop.last and system_message is defined")) {
-        return std::nullopt;
+      if (written.erase(open + "system_message+'\n\n'+" + close) > 0) {
+        form.system_place = has(tags, "if loop.first and system_message is defined")
+                                ? System::kFirstTurn
+                                : System::kLastTurn;
       }
-      form.system_place = is_first ? System::kFirstTurn : System::kLastTurn;
     }
   }
   for (const auto& answer : kMistralAnswers) {
-    if (take(code, answer.code)) {
+    if (form.assistant.end.empty() && written.erase(answer.tag) > 0) {
       form.assistant = {
           .before = "",
           .begin = answer.begin,
@@ -136,30 +193,30 @@ std::optional<ChatForm> mistral_form_of(std::string code, const std::string& eos
           .trims = answer.trims};
     }
   }
-  const bool is_known = !form.user.begin.empty() && !form.assistant.end.empty() &&
-                        !has(code, "INST]") && !has(code, "message['content']");
+  const bool is_known = written.empty() && !form.user.begin.empty() &&
+                        !form.assistant.end.empty() && has(tags, "if message['role'] == 'user'") &&
+                        has(tags, "elif message['role'] == 'assistant'");
   return is_known ? std::optional(form) : std::nullopt;
 }
 
-/// Whether the tokenizer puts the same token before a text as a template that begins with
-/// bos_token.
-bool begins_alike(const Tokenizer& tokenizer, const std::string& code) {
+/// Whether the tokenizer puts bos_token before a text.
+bool begins_with_bos(const Tokenizer& tokenizer) {
   const auto begin = special_text(tokenizer.folder(), "bos_token");
   const auto token = begin ? tokenizer.find(*begin) : std::nullopt;
-  return has(code, "{{bos_token}}") && token && tokenizer.prefix() == std::vector{*token};
+  return token && tokenizer.prefix() == std::vector{*token};
 }
 
 /// The form of Mistral or Gemma. Nothing if the template is another one.
 std::optional<ChatForm> family_form_of(const Tokenizer& tokenizer, const ChatTemplate& chat) {
-  const auto code = compact_code(chat.text);
-  if (!begins_alike(tokenizer, code) || writes_between_tags(chat.text)) {
+  const auto tags = tags_of(chat.text);
+  if (!begins_with_bos(tags) || !begins_with_bos(tokenizer) || writes_between_tags(chat.text)) {
     return std::nullopt;
   }
-  if (has(code, "<start_of_turn>")) {
-    return gemma_form_of(code);
+  if (has(chat.text, "<start_of_turn>")) {
+    return gemma_form_of(tags);
   }
   const auto eos = special_text(tokenizer.folder(), "eos_token");
-  return eos && tokenizer.find(*eos) ? mistral_form_of(code, *eos) : std::nullopt;
+  return eos && tokenizer.find(*eos) ? mistral_form_of(tags, *eos) : std::nullopt;
 }
 
 /// What Python's str.strip removes.

@@ -50,6 +50,34 @@ size_t end_of_tag(std::string_view text) {
   return text.size();
 }
 
+std::string compact_code(const std::string& text) {
+  auto code = text;
+  std::replace(code.begin(), code.end(), '"', '\'');
+  replace_all(code, "\\n", "\n");
+  for (const std::string sign : {"+", "|", "{", "}"}) {
+    while (code.find(" " + sign) != code.npos) {
+      replace_all(code, " " + sign, sign);
+    }
+    while (code.find(sign + " ") != code.npos) {
+      replace_all(code, sign + " ", sign);
+    }
+  }
+  return code;
+}
+
+/// The text of a tag without its braces, percent signs and hyphens.
+std::string inside_of(std::string_view tag) {
+  const auto first = tag.find_first_not_of("{%- \n\t", 0);
+  const auto last = tag.find_last_not_of("}%- \n\t");
+  return first == tag.npos || last < first ? "" : std::string(tag.substr(first, last + 1 - first));
+}
+
+/// Whether a block with this condition runs only for conversations with tools or images.
+bool is_for_tools(std::string_view tag) {
+  const auto has = [&](std::string_view word) { return tag.find(word) != tag.npos; };
+  return !has("if not ") && (has("tool") || has("image") || has("is iterable"));
+}
+
 } // namespace
 
 ChatTemplate chat_template_of(const std::string& folder) {
@@ -72,23 +100,31 @@ ChatTemplate chat_template_of(const std::string& folder) {
   return {config, json.is_string() ? json.get<std::string>() : ""};
 }
 
-std::string compact_code(const std::string& text) {
-  auto code = text;
-  std::replace(code.begin(), code.end(), '"', '\'');
-  replace_all(code, "\\n", "\n");
-  for (const std::string sign : {"+", "|", "{", "}"}) {
-    while (code.find(" " + sign) != code.npos) {
-      replace_all(code, " " + sign, sign);
+std::vector<std::string> tags_of(const std::string& text) {
+  const auto code = compact_code(text);
+  std::vector<std::string> tags;
+  std::vector<bool> is_left_out{false}; // the blocks that are open, and before them the template
+  for (std::string_view rest = code; find_tag(rest) < rest.size();) {
+    rest.remove_prefix(find_tag(rest));
+    const auto size = end_of_tag(rest);
+    const bool is_comment = rest.starts_with("{#");
+    const bool is_block = rest.starts_with("{%");
+    const auto tag = inside_of(rest.substr(0, size));
+    rest.remove_prefix(size);
+    const bool begins = is_block && (tag.starts_with("if ") || tag.starts_with("for "));
+    const bool turns = is_block && (tag.starts_with("elif ") || tag == "else");
+    const bool ends = is_block && (tag == "endif" || tag == "endfor");
+    if ((turns || ends) && is_left_out.size() > 1) {
+      is_left_out.pop_back();
     }
-    while (code.find(sign + " ") != code.npos) {
-      replace_all(code, sign + " ", sign);
+    if (begins || turns) {
+      is_left_out.push_back(is_left_out.back() || is_for_tools(tag));
+    }
+    if (!is_left_out.back() && !is_comment) {
+      tags.push_back(tag);
     }
   }
-  replace_all(code, "{{- ", "{{");
-  replace_all(code, "{{-", "{{");
-  replace_all(code, " -}}", "}}");
-  replace_all(code, "-}}", "}}");
-  return code;
+  return tags;
 }
 
 bool writes_between_tags(std::string_view text) {

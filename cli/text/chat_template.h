@@ -2,6 +2,7 @@
 
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace fsdp::cli {
 
@@ -14,9 +15,10 @@ struct ChatTemplate {
 
 ChatTemplate chat_template_of(const std::string& folder);
 
-/// The text of a template in one way of writing: strings have single quotes, "\n" in them is a line
-/// end, there are no spaces beside + | { and }, and no hyphens beside {{ and }}.
-std::string compact_code(const std::string& text);
+/// What stands inside of the tags of a template, one after another. Leaves out comments, and what
+/// runs only for conversations with tools or images. All is in one way of writing: strings have
+/// single quotes, "\n" in them is a line end, and there are no spaces beside + | { and }.
+std::vector<std::string> tags_of(const std::string& text);
 
 /// Whether a template writes something that stands outside of its tags, as transformers runs it.
 bool writes_between_tags(std::string_view text);

@@ -74,8 +74,10 @@ TEST(ChatForm, OtherTemplatesAreRefused) {
         << Json{{"bos_token", "<s>"}, {"eos_token", "</s>"}, {"chat_template", chat_template}};
   };
   const auto read = [&] { return read_examples(Tokenizer::read(folder), path, {}); };
-  const std::string user = "{{ '[INST] ' + message['content'] + ' [/INST]' }}";
-  const std::string answer = "{{ message['content'] + eos_token }}";
+  const std::string asks = "{% if message['role'] == 'user' %}";
+  const std::string user = asks + "{{ '[INST] ' + message['content'] + ' [/INST]' }}";
+  const std::string answers = "{% elif message['role'] == 'assistant' %}";
+  const std::string answer = answers + "{{ message['content'] + eos_token }}{% endif %}";
   const std::string loop = "{% for message in messages %}";
   const std::string end = "{% endfor %}";
   config("{{ bos_token }}" + loop + user + answer + end);
@@ -84,10 +86,21 @@ TEST(ChatForm, OtherTemplatesAreRefused) {
        {loop + user + answer + end,                       // no bos_token
         "{{ bos_token }}\n" + loop + user + answer + end, // a line end is written
         "{{ bos_token }}" + loop + user + " " + answer + end,
-        "{{ bos_token }}" + loop + user + "{{ message['content'] | upper + eos_token }}" + end,
-        "{{ bos_token }}" + loop + user + end,
-        "{{ bos_token }}" + loop + answer + "{{ '[INST]' + message['content'] + '[/INST]' }}" + end,
-        "{{ bos_token }}" + loop + user + answer + "{{ '<<SYS>>[INST]' }}" + end}) {
+        "{{ bos_token }}" + loop + user + answers +
+            "{{ message['content'] | upper + eos_token }}{% endif %}" + end,
+        "{{ bos_token }}" + loop + user + "{% endif %}" + end,
+        "{{ bos_token }}" + loop + asks + "{{ '[INST]' + message['content'] + '[/INST]' }}" +
+            answer + end,
+        "{{ bos_token }}" + loop + user + answer + "{{ '<<SYS>>[INST]' }}" + end,
+        "{{ bos_token }}{{ 'Today is Monday.' }}" + loop + user + answer + end,
+        "{{ bos_token }}" + loop + user + answers + "{{ '<think>' }}{{ message['content'] + " +
+            "eos_token }}{% endif %}" + end,
+        loop + "{{ bos_token }}" + user + answer + end,
+        "{{ bos_token }}" + loop + user + "{{ bos_token }}" + answer + end,
+        "{% set system_message = 'Be kind.' %}{{ bos_token }}" + loop + user + answer + end,
+        "{{ bos_token }}{% for message in messages[1:] %}" + user + answer + end,
+        "{{ bos_token }}" + loop + "{{ '[INST] ' + message['content'] + ' [/INST]' }}" +
+            "{{ message['content'] + eos_token }}" + end}) {
     SCOPED_TRACE(other);
     config(other);
     const auto message = message_of<ConfigError>(read);

@@ -335,7 +335,8 @@ TEST(HfFolder, TextBecomesTokensOfTheFolder) {
   // Files of tokens need no tokenizer, so it may be of any kind. Empty files have no text.
   const auto other = folder + "/other";
   std::filesystem::copy(from, other);
-  std::ofstream(other + "/tokenizer.json") << R"({"normalizer": {"type": "Lowercase"}, "model": {"type": "BPE"}})";
+  std::ofstream(other + "/tokenizer.json")
+      << R"({"normalizer": {"type": "Lowercase"}, "model": {"type": "BPE"}})";
   std::filesystem::create_directory(folder + "/texts");
   std::ofstream(folder + "/texts/a.txt") << read_file(test::text_file()).value();
   std::ofstream(folder + "/texts/empty.txt");
