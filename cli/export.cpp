@@ -103,11 +103,25 @@ std::optional<nlohmann::ordered_json> original_config(const TrainConfig& config)
   return std::nullopt;
 }
 
+/// Throws if the vocabulary of a tokenizer has tokens that the model lacks. Added tokens may be
+/// beyond it: Gemma 3 has one for images, which the models for text lack.
+void check_vocabulary(const nlohmann::json& tokenizer, const std::string& folder, int64_t vocab) {
+  for (const auto& [text, id] : tokenizer.at("/model/vocab"_json_pointer).items()) {
+    check_config(
+        !id.is_number_integer() || id.get<int64_t>() < vocab, "--tokenizer ", folder,
+        ": its token ", id.dump(), " is none of the model, which has the tokens 0 to ", vocab - 1,
+        "; give the tokenizer of its data");
+  }
+}
+
 /// Sets what config.json says of the special tokens of a tokenizer, if the tokenizer has them.
 void set_special_tokens(nlohmann::ordered_json& json, const std::string& folder) {
-  const auto file = folder + "/tokenizer.json";
-  const auto added = read_object(file).value("added_tokens", nlohmann::json::array());
+  const auto tokenizer = read_object(folder + "/tokenizer.json");
+  const auto added = tokenizer.value("added_tokens", nlohmann::json::array());
   const auto vocab = json.at("vocab_size").get<int64_t>();
+  if (tokenizer.contains("/model/vocab"_json_pointer)) {
+    check_vocabulary(tokenizer, folder, vocab);
+  }
   for (const std::string name : {"bos_token", "eos_token"}) {
     const auto text = special_text(folder, name);
     nlohmann::ordered_json id;

@@ -108,7 +108,9 @@ DataSet read_folder(const std::string& folder, const std::string& name, const To
 DataSet read_packed(const std::string& path, const TokensOf& tokens) {
   check_config(
       tokens.tokenizer.has_value(), "--data: ", path,
-      " holds examples, for which a tokenizer is needed; give a model with --from");
+      " holds examples, for which a tokenizer is needed; give a model with --from whose folder has "
+      "a "
+      "tokenizer.json");
   const auto examples = read_examples(*tokens.tokenizer, path, tokens.documents.end);
   for (const auto& example : examples) {
     for (const auto token : example.tokens) {

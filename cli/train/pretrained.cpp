@@ -127,6 +127,11 @@ void check_weights_fit(ModelDims dims, const std::string& folder) {
       embedding = &tensor;
     }
     const auto& file = tensor.pieces.front().file;
+    const auto& dtype = tensor.dtype;
+    check_config(
+        dtype == "F32" || dtype == "BF16" || dtype == "F16" || dtype == "F64", folder, ": '",
+        tensor.name, "' is stored as ", dtype, " in ", file,
+        "; only weights in F64, F32, F16 and BF16 can be read");
     const auto found = wanted.find(tensor.name);
     if (found == wanted.end()) {
       check_config(
@@ -188,6 +193,16 @@ void load_adapter(Transformer& model, const std::string& folder) {
   load(state, file, {.names = adapter_names()});
 }
 
+/// Throws if this rank has a value that is not finite.
+void check_finite(const StateDict& weights, const std::string& folder) {
+  for (const auto& [name, value] : weights) {
+    const auto* const weight = std::get_if<DTensor>(&value);
+    check_config(
+        !weight || weight->to_local().isfinite().all().item<bool>(), folder, ": '", name,
+        "' has a value that is not finite; take undamaged weights");
+  }
+}
+
 void load_pretrained(Transformer& model, const std::string& folder) {
   StateDict state;
   for (const auto& [name, value] : get_model_state_dict(model)) {
@@ -204,6 +219,7 @@ void load_pretrained(Transformer& model, const std::string& folder) {
   }
   for (auto& [name, block] : blocks) {
     load(block, folder, {.names = hf_names()});
+    check_finite(block, folder);
   }
 }
 

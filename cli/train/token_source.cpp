@@ -127,6 +127,11 @@ TokenLayout megatron_layout(const MappedFile& file, const std::string& index_pat
   for (int64_t i = 0; i < sequences; ++i) {
     const auto length = index.at<int32_t>(kHeader + 4 * i);
     check_config(length >= 0, "--data: ", index_path, ": sequence ", i, " has the length ", length);
+    const auto place = index.at<int64_t>(kHeader + 4 * sequences + 8 * i);
+    check_config(
+        place == layout.count * bytes_of(layout.type), "--data: ", index_path, ": sequence ", i,
+        " is at byte ", place,
+        ", not where the one before it ends; write the files again in order");
     layout.count += length;
   }
   return checked(file, layout, "its index has");
@@ -153,7 +158,7 @@ TokenLayout raw_layout(const MappedFile& file, std::optional<TokenType> raw, int
       raw.value_or(vocab > (int64_t{1} << 16) ? TokenType::uint32 : TokenType::uint16);
   check_config(
       file.size() % bytes_of(type) == 0, "--data: ", file.path(), " has ", file.size(),
-      " bytes, which is no whole number of tokens of ", bytes_of(type), " bytes");
+      " bytes, which is not a whole number of tokens of ", bytes_of(type), " bytes");
   check_config(
       raw || type == TokenType::uint32 || !looks_like_uint32(file), "--data: ", file.path(),
       " looks like uint32, because each second number of 16 bits is 0; give --token-dtype uint32 "

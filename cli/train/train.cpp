@@ -235,6 +235,9 @@ int64_t document_end(const TrainConfig& config) {
     check_config(
         token.has_value(), "--document-end eos: tokenizer_config.json of ", config.from,
         " names no eos_token of the tokenizer; give its number");
+    check_config(
+        *token < config.model.vocab, "--document-end eos: the eos_token of ", config.from, " is ",
+        *token, ", and the model has the tokens 0 to ", config.model.vocab - 1);
     return *token;
   }
   char* end = nullptr;

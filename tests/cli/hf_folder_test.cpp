@@ -275,6 +275,13 @@ TEST(HfFolder, ARunOnTokensIsExportedWithTheirTokenizer) {
   EXPECT_EQ(none.exit_code, 2) << none.output;
   EXPECT_TRUE(contains(none.output, "--tokenizer: there is no tokenizer.json in")) << none.output;
   EXPECT_FALSE(is_folder(folder + "/none"));
+  const auto other = folder + "/other"; // with a token that the model lacks
+  std::filesystem::create_directory(other);
+  std::ofstream(other + "/tokenizer.json") << R"({"model": {"type": "BPE", "vocab": {"a": 300}}})";
+  const auto beyond = run({"export", run_folder, folder + "/none", "--tokenizer", other});
+  EXPECT_EQ(beyond.exit_code, 2) << beyond.output;
+  EXPECT_TRUE(contains(beyond.output, "its token 300 is none of the model")) << beyond.output;
+  EXPECT_FALSE(is_folder(folder + "/none"));
 }
 
 TEST(HfFolder, TextBecomesTokensOfTheFolder) {

@@ -245,6 +245,36 @@ TEST(HfModel, AnOutputLayerThatIsSharedMustBeTheEmbedding) {
   });
 }
 
+TEST(HfModel, DamagedWeightsAreRefused) {
+  SKIP_WITHOUT_TRANSFORMERS();
+  const auto original = models().folder + "/llama-tied";
+  run_ranks(1, [&](int) {
+    const auto config = config_of("llama-tied", {});
+    StateDict state;
+    for (const auto& tensor : inspect_checkpoint(original).tensors) {
+      state.insert(tensor.name, torch::empty(tensor.shape));
+    }
+    load(state, original);
+    const auto folder_with = [&](const torch::Tensor& norm) {
+      const auto folder = test::temporary_folder() + "/damaged";
+      state.set("model.norm.weight", norm);
+      save_hf(state, folder);
+      return folder;
+    };
+    const auto norm = std::get<torch::Tensor>(state.at("model.norm.weight")).clone();
+    auto not_finite = norm.clone();
+    not_finite[1] = std::nan("");
+    auto model = loaded(config, TrainMesh(*config.mesh, c10::kCPU), "llama-tied");
+    EXPECT_TRUE(contains(
+        message_of<ConfigError>([&] { load_pretrained(model, folder_with(not_finite)); }),
+        "'model.norm.weight' has a value that is not finite"));
+    EXPECT_TRUE(contains(
+        message_of<ConfigError>(
+            [&] { check_weights_fit(config.model, folder_with(norm.to(torch::kChar))); }),
+        "'model.norm.weight' is stored as I8 in model.safetensors"));
+  });
+}
+
 TEST(HfModel, FoldersWithoutTheirWeightsAreRefused) {
   SKIP_WITHOUT_TRANSFORMERS();
   const auto refused = [](auto change, const std::string& part) {

@@ -62,10 +62,11 @@ std::string llmc(int64_t mark, const std::string& data, int64_t count) {
 }
 
 /// The index of Megatron for two sequences.
-std::string megatron_index(int code, int64_t first, int64_t second) {
+std::string megatron_index(int code, int64_t first, int64_t second, int64_t begin = 0) {
+  const auto width = code == 1 ? 1 : code == 4 ? 4 : code == 5 ? 8 : 2;
   return std::string("MMIDIDX\x00\x00", 9) + raw<int64_t>({1}) + static_cast<char>(code) +
-         raw<int64_t>({2, 3}) + raw<int32_t>({first, second}) + raw<int64_t>({0, first}) +
-         raw<int64_t>({0, 1, 2});
+         raw<int64_t>({2, 3}) + raw<int32_t>({first, second}) +
+         raw<int64_t>({begin, first * width}) + raw<int64_t>({0, 1, 2});
 }
 
 std::vector<int64_t> all_of(const TokenSource& source) {
@@ -112,7 +113,8 @@ TEST(TokenFiles, BadFilesAreNamed) {
     EXPECT_TRUE(contains(message, part)) << message;
     EXPECT_TRUE(contains(message, path)) << message;
   };
-  refused(written("odd.bin", "abc"), "has 3 bytes, which is no whole number of tokens of 2 bytes");
+  refused(
+      written("odd.bin", "abc"), "has 3 bytes, which is not a whole number of tokens of 2 bytes");
   refused(written("empty.bin", ""), "is empty, or not a file");
   refused(
       written("cut.bin", llmc(20240520, raw<uint16_t>(tokens), 5001)),
@@ -137,6 +139,10 @@ TEST(TokenFiles, BadFilesAreNamed) {
   EXPECT_TRUE(contains(
       message_of<ConfigError>([&] { open_token_files({path}, TokenType::uint16, 60000); }),
       "sequence 1 has the length -1000"));
+  std::ofstream(index) << megatron_index(8, 2000, 3000, /*begin=*/6000);
+  EXPECT_TRUE(contains(
+      message_of<ConfigError>([&] { open_token_files({path}, TokenType::uint16, 60000); }),
+      "sequence 0 is at byte 6000, not where the one before it ends"));
   std::ofstream(index) << megatron_index(8, 2000, 3000).substr(0, 60);
   EXPECT_TRUE(contains(
       message_of<ConfigError>([&] { open_token_files({path}, TokenType::uint16, 60000); }),
