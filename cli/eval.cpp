@@ -17,6 +17,7 @@
 #include "cli/command.h"
 #include "cli/generate/language_model.h"
 #include "cli/scoped_process_group.h"
+#include "cli/text/documents.h"
 #include "cli/train/corpus.h"
 #include "cli/train/loss.h"
 #include "cli/train/progress.h"
@@ -35,6 +36,7 @@ struct EvalOptions {
   std::optional<int64_t> ranks;
   std::optional<int64_t> context;
   std::string token_dtype = "auto";
+  std::string document_end = "none";
   int64_t batch = 4; // rows of each rank at once
   std::string dtype = "fp32";
   std::string device = "cpu";
@@ -65,6 +67,14 @@ Corpus read_corpus(const EvalOptions& options, const LanguageModel& language) {
       "--data: the model has ", tokens.vocab,
       " tokens, and no tokenizer is known that makes them from text; --tokenizer names a folder "
       "with one, or bytes");
+  if (options.document_end != "none") {
+    check_config(
+        !corpus.has_flags(), "--document-end ", options.document_end,
+        ": attention never crosses the examples of ", options.data, "; leave it out");
+    const auto folder = language.tokenizer ? language.tokenizer->folder() : "";
+    corpus.separate_documents(
+        document_end_token(options.document_end, folder, language.dims.vocab));
+  }
   return corpus;
 }
 
@@ -230,6 +240,8 @@ void add_eval(CLI::App& app, Action& action) {
   add("--token-dtype", options->token_dtype,
       "What a .bin file without a header holds: uint16, uint32 or auto; see fsdp train")
       ->check(CLI::IsMember({"auto", "uint16", "uint32"}));
+  add("--document-end", options->document_end,
+      "Attention does not cross this token: a number, or eos; see fsdp train");
   add("--batch", options->batch, "Rows of each rank at once");
   command->add_option("--ranks", options->ranks, "Ranks as threads [1, or those of --mesh]");
   command->add_option("--mesh", options->mesh, "Sizes of the axes, e.g. dp=2,shard=2,tp=2");

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <future>
 #include <string_view>
 #include <thread>
@@ -206,6 +207,27 @@ std::optional<std::string> special_text(const std::string& folder, const std::st
 std::optional<int64_t> end_token(const Tokenizer& tokenizer, const std::string& folder) {
   const auto text = special_text(folder, "eos_token");
   return text ? tokenizer.find(*text) : std::nullopt;
+}
+
+int64_t document_end_token(const std::string& text, const std::string& folder, int64_t vocab) {
+  if (text == "eos") {
+    check_config(
+        !folder.empty(), "--document-end eos: only the folder of a tokenizer has an eos_token");
+    const auto token = end_token(Tokenizer::read(folder), folder);
+    check_config(
+        token.has_value(), "--document-end eos: tokenizer_config.json of ", folder,
+        " names no eos_token of the tokenizer; give its number");
+    check_config(
+        *token < vocab, "--document-end eos: the eos_token of ", folder, " is ", *token,
+        ", and the model has the tokens 0 to ", vocab - 1);
+    return *token;
+  }
+  char* end = nullptr;
+  const auto token = std::strtoll(text.c_str(), &end, 10);
+  check_config(
+      !text.empty() && *end == 0 && token >= 0 && token < vocab, "--document-end ", text,
+      ": it must be none, eos or a token below ", vocab);
+  return token;
 }
 
 } // namespace fsdp::cli

@@ -45,4 +45,8 @@ std::optional<std::string> special_text(const std::string& folder, const std::st
 /// not say it.
 std::optional<int64_t> end_token(const Tokenizer& tokenizer, const std::string& folder);
 
+/// The token of --document-end: a number, or that of "eos", which is the `end_token` of a model's
+/// folder. Throws ConfigError if it is none of the model's `vocab` tokens.
+int64_t document_end_token(const std::string& text, const std::string& folder, int64_t vocab);
+
 } // namespace fsdp::cli

@@ -198,12 +198,12 @@ class SentencePieceReader {
 
   /// What a token stands for inside of a text.
   std::string bytes_of(const std::string& entry) const {
+    if (const auto byte = byte_of_entry(entry)) {
+      return {*byte}; // also if the decoder leaves its name as it is
+    }
     std::string result = entry;
     for (const auto& step : parts_.decoder) {
-      if (step.kind == DecodeStep::Kind::kBytes) {
-        const auto byte = byte_of_entry(result);
-        result = byte ? std::string{*byte} : result;
-      } else if (step.kind != DecodeStep::Kind::kStrip) {
+      if (step.kind != DecodeStep::Kind::kBytes && step.kind != DecodeStep::Kind::kStrip) {
         result = without_marks(result, " ");
       }
     }

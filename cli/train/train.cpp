@@ -225,29 +225,6 @@ int train_rank(
   return trainer.stop() == 0 ? 0 : 128 + trainer.stop();
 }
 
-/// The token of --document-end.
-int64_t document_end(const TrainConfig& config) {
-  const auto& text = config.document_end;
-  if (text == "eos") {
-    check_config(
-        !config.from.empty(), "--document-end eos: only a model of --from has an eos_token");
-    const auto token = end_token(Tokenizer::read(config.from), config.from);
-    check_config(
-        token.has_value(), "--document-end eos: tokenizer_config.json of ", config.from,
-        " names no eos_token of the tokenizer; give its number");
-    check_config(
-        *token < config.model.vocab, "--document-end eos: the eos_token of ", config.from, " is ",
-        *token, ", and the model has the tokens 0 to ", config.model.vocab - 1);
-    return *token;
-  }
-  char* end = nullptr;
-  const auto token = std::strtoll(text.c_str(), &end, 10);
-  check_config(
-      !text.empty() && *end == 0 && token >= 0 && token < config.model.vocab, "--document-end ",
-      text, ": it must be none, eos or a token below ", config.model.vocab);
-  return token;
-}
-
 /// Throws ConfigError if bytes are the tokens, and the model lacks some of them.
 void check_vocab(const RunIdentity& identity) {
   const auto vocab = identity.config.model.vocab;
@@ -276,7 +253,8 @@ Corpus read_corpus(const TrainOptions& options) {
     check_config(
         !corpus.has_flags(), "--document-end ", config.document_end, ": attention never crosses ",
         "the examples of ", data, "; leave it out");
-    corpus.separate_documents(document_end(config));
+    corpus.separate_documents(
+        document_end_token(config.document_end, config.from, config.model.vocab));
   }
   return corpus;
 }

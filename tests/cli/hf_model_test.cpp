@@ -145,36 +145,52 @@ TEST(HfModel, TheToolContinuesAText) {
   }
 }
 
+/// What `fsdp eval` says of a model's loss on tokens of 16 bits.
+Json evaluated(
+    const std::string& model, const torch::Tensor& tokens, const std::vector<std::string>& more) {
+  const auto file = test::temporary_folder() + "/t.bin";
+  const auto narrow = tokens.to(torch::kInt16).contiguous();
+  std::ofstream(file, std::ios::binary)
+      .write(static_cast<const char*>(narrow.data_ptr()), 2 * narrow.numel());
+  std::vector<std::string> words{"eval",   "--checkpoint", models().folder + "/" + model,
+                                 "--data", file,           "--tokenizer",
+                                 "bytes",  "--json"};
+  words.insert(words.end(), more.begin(), more.end());
+  const auto ended = run(words);
+  EXPECT_EQ(ended.exit_code, 0) << ended.output;
+  return Json::parse(ended.output);
+}
+
 TEST(HfModel, EvalIsThatOfTransformers) {
   SKIP_WITHOUT_TRANSFORMERS();
-  const auto evaluated = [](std::vector<std::string> words) {
-    words.insert(words.begin(), "eval");
-    words.emplace_back("--json");
-    const auto ended = run(words);
-    EXPECT_EQ(ended.exit_code, 0) << ended.output;
-    return Json::parse(ended.output);
-  };
   const std::vector<std::vector<std::string>> meshes{
       {}, {"--ranks", "3", "--batch", "1"}, {"--mesh", "dp=2,shard=1,tp=2"}};
   size_t number = 0;
   for (const auto& name : models().names) {
     SCOPED_TRACE(name);
-    const auto tokens = test::temporary_folder() + "/t.bin";
-    const auto rows = rows_of(name).to(torch::kInt16).contiguous();
-    std::ofstream(tokens, std::ios::binary)
-        .write(static_cast<const char*>(rows.data_ptr()), 2 * rows.numel());
-    std::vector<std::string> words{"--checkpoint", models().folder + "/" + name,
-                                   "--data",       tokens,
-                                   "--context",    "20",
-                                   "--tokenizer",  "bytes"};
-    const auto& mesh = meshes[number++ % meshes.size()];
-    words.insert(words.end(), mesh.begin(), mesh.end());
-    const auto json = evaluated(words);
+    auto words = meshes[number++ % meshes.size()];
+    words.insert(words.end(), {"--context", "20"});
+    const auto json = evaluated(name, rows_of(name), words);
     const auto theirs = expected(name, "mean_loss", {}, torch::kDouble).item<double>();
     EXPECT_NEAR(json.at("loss").get<double>(), theirs, 1e-5);
     EXPECT_NEAR(json.at("perplexity").get<double>(), std::exp(theirs), 1e-3 * std::exp(theirs));
     EXPECT_EQ(json.at("tokens").get<int64_t>(), 4 * 33 - 1);
   }
+}
+
+/// Positions are relative. So a document is as likely in a row of its own as beside another one.
+TEST(HfModel, EvalDoesNotCrossDocuments) {
+  SKIP_WITHOUT_TRANSFORMERS();
+  constexpr int64_t kLength = 8; // of a document, with the token 5 at its end
+  auto tokens = torch::arange(16 * kLength).square().remainder(53).add(6).view({16, kLength});
+  tokens.select(1, kLength - 1).fill_(5);
+  const auto loss_of = [&](int64_t context, std::vector<std::string> more) {
+    more.insert(more.end(), {"--context", std::to_string(context)});
+    return evaluated("llama", tokens, more).at("loss").get<double>();
+  };
+  const auto alone = loss_of(kLength, {"--document-end", "5"});
+  EXPECT_NEAR(loss_of(4 * kLength, {"--document-end", "5"}), alone, 1e-5);
+  EXPECT_GT(std::abs(loss_of(4 * kLength, {}) - loss_of(kLength, {})), 1e-4);
 }
 
 TEST(HfModel, BitsPerByteCountTheBytesOfTheText) {
