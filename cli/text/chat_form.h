@@ -27,15 +27,15 @@ struct ChatForm {
   /// What stands around the words of one role.
   struct Speaker {
     std::string before;
-    std::string begin; // belongs to what is said
-    std::string end;   // as well
+    std::string begin; // the model learns it with the words
+    std::string end;   // and it learns this
     std::string after;
     bool trims = false; // the whitespace around the words
   };
   /// Where the words of the system go.
   enum class System {
     kOwnTurn,   // anywhere
-    kRefused,   // there are none
+    kRefused,   // the form has none
     kFirstTurn, // before the first words of the user, if the system speaks first
     kLastTurn,  // before the last words, if they are the user's and the system speaks first
   };

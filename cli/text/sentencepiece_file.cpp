@@ -174,23 +174,22 @@ class SentencePieceReader {
     }
     parts_.whole_words = json.value("ignore_merges", false);
     parts_.can_cut = !parts_.whole_words;
-    marks_.no_merge_goes_over_their_left =
-        !parts_.whole_words && parts_.tokens.contains(kSpaceMark);
+    marks_.marks_only_begin_tokens = !parts_.whole_words && parts_.tokens.contains(kSpaceMark);
     for (const auto& merge : json.at("merges")) {
       read_merge(merge);
     }
     // Where a mark may not follow, a space may not, because it becomes one.
-    parts_.after_line[' '] = parts_.after_line[' '] || parts_.after_line[0xe2];
+    parts_.no_cut_before[' '] = parts_.no_cut_before[' '] || parts_.no_cut_before[0xe2];
   }
 
   void read_merge(const Json& json) {
     const auto [left, right] = halves_of(json);
     add_merge(json, left, right, parts_);
     if (right.starts_with(kSpaceMark) && !left.ends_with(kSpaceMark)) {
-      marks_.no_merge_goes_over_their_left = false;
+      marks_.marks_only_begin_tokens = false;
     }
     if (left.ends_with('\n') || left.ends_with(entry_of_byte('\n'))) {
-      parts_.after_line[static_cast<unsigned char>(right[0])] = true;
+      parts_.no_cut_before[static_cast<unsigned char>(right[0])] = true;
       // Any character may begin with the token of a byte.
       parts_.can_cut = parts_.can_cut && !right.starts_with("<0x");
     }

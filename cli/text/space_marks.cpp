@@ -60,8 +60,7 @@ bool SpaceMarks::is_border(std::string_view text, size_t at) const {
   if (text[at] != kSpaceMark[0] || !text.substr(at).starts_with(kSpaceMark)) {
     return false;
   }
-  return divides_at_marks ||
-         (no_merge_goes_over_their_left && !text.substr(0, at).ends_with(kSpaceMark));
+  return divides_at_marks || (marks_only_begin_tokens && !text.substr(0, at).ends_with(kSpaceMark));
 }
 
 } // namespace fsdp::cli

@@ -22,13 +22,13 @@ enum class Before {
 struct SpaceMarks {
   enum class Prepend { kNever, kFirst, kAlways };
 
-  std::string prefix;                         // the normalizer puts it before each text
-  bool replaces = false;                      // the normalizer replaces spaces
-  bool has_metaspace = false;                 // the pre-tokenizer replaces spaces
-  Prepend metaspace = Prepend::kNever;        // and puts a mark before such texts
-  bool divides_at_marks = false;              // a word ends before each mark
-  bool divides_after_spaces = false;          // a word ends after each space
-  bool no_merge_goes_over_their_left = false; // see Note [Words between marks]
+  std::string prefix;                   // the normalizer puts it before each text
+  bool replaces = false;                // the normalizer replaces spaces
+  bool has_metaspace = false;           // the pre-tokenizer replaces spaces
+  Prepend metaspace = Prepend::kNever;  // when the pre-tokenizer puts a mark before a text
+  bool divides_at_marks = false;        // a word ends before each mark
+  bool divides_after_spaces = false;    // a word ends after each space
+  bool marks_only_begin_tokens = false; // see Note [Words between marks]
 
   /// Whether the tokens of a text depend on what lies before it.
   bool depends_on_before() const {
@@ -64,11 +64,11 @@ struct SpaceMarks {
 std::string without_marks(std::string_view text, std::string_view space);
 
 // Note [Words between marks]
-// SentencePiece learns its vocabulary word by word, so a token has marks at its beginning only, or
-// nothing else. Then no merge joins a mark to another character before it, and the parts of a text
-// on both sides of such a place have the same tokens alone as together. So a text becomes words,
-// of which most were seen before, even if the tokenizer does not divide it. Whether it is so is
-// looked up in the merges. If one of them goes over such a place, or if `ignore_merges` looks up
+// SentencePiece learns its vocabulary word by word. So in a token, marks come first; or the token
+// has only marks. Then no merge joins a mark to another character before it, and the parts of a
+// text on both sides of such a place have the same tokens alone as together. So a text becomes
+// words, of which most were seen before, even if the tokenizer does not divide it. The reader
+// checks this in the merges. If one of them goes over such a place, or if `ignore_merges` looks up
 // whole words, a text that the tokenizer does not divide stays whole.
 
 } // namespace fsdp::cli

@@ -178,12 +178,12 @@ std::optional<int64_t> Tokenizer::find(std::string_view bytes) const {
 //   there the line end must follow a word. If the tokenizer has another pattern, or an added token
 //   with a line end inside, a text stays whole.
 // - SentencePiece: if no merge joins the line end to the character that follows, and no added token
-//   has both. `after_line` says for which first bytes of a character one does. With `ignore_merges`
-//   a text stays whole.
+//   has both. `no_cut_before` says for which first bytes of a character one does. With
+//   `ignore_merges` a text stays whole.
 std::vector<std::string_view> Tokenizer::cut(std::string_view text, size_t size) const {
   const auto is_place = [&](size_t line_end) {
     if (parts_->marks) {
-      return !parts_->after_line[static_cast<unsigned char>(text[line_end + 1])];
+      return !parts_->no_cut_before[static_cast<unsigned char>(text[line_end + 1])];
     }
     const bool after_word = !is_space(text, line_end - 1);
     return !is_space(text, line_end + 1) && (after_word || !parts_->cuts_after_words);

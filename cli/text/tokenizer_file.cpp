@@ -74,7 +74,7 @@ class Reader {
     for (size_t at = text.find('\n'); at != text.npos; at = text.find('\n', at + 1)) {
       parts_.can_cut = parts_.can_cut && !is_normalized;
       if (at + 1 < text.size()) {
-        parts_.after_line[static_cast<unsigned char>(text[at + 1])] = true;
+        parts_.no_cut_before[static_cast<unsigned char>(text[at + 1])] = true;
       }
     }
   }

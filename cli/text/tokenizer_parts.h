@@ -111,9 +111,9 @@ struct Tokenizer::Parts {
   std::optional<Splitter> splitter;
 
   // SentencePiece:
-  std::optional<SpaceMarks> marks;    // none: the other kind
-  std::array<bool, 256> after_line{}; // bytes before which a line end does not cut; see the note
-  std::vector<std::string> entries;   // what the decoder begins with, of each token
+  std::optional<SpaceMarks> marks;       // none: the other kind
+  std::array<bool, 256> no_cut_before{}; // bytes before which a line end does not cut; see the note
+  std::vector<std::string> entries;      // what the decoder begins with, of each token
   std::vector<DecodeStep> decoder;
 
   void set_bytes(int64_t token, const std::string& text) {

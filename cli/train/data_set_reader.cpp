@@ -145,7 +145,7 @@ std::vector<std::string> matching_files(const std::string& pattern) {
   for (const auto& file : files) {
     check_config(
         is_token_file(file), "--data: ", pattern, " finds ", file,
-        ", which is no file of tokens (.bin or .npy)");
+        ", which is not a file of tokens (.bin or .npy)");
   }
   return files;
 }

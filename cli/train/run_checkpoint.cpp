@@ -144,8 +144,8 @@ SavedRun find_saved_run(
   if (!latest && !is_file(saved.path / "manifest.json")) {
     const bool is_foreign = is_foreign_checkpoint(path);
     check_config(
-        model_only && is_foreign, option, ": there is no complete checkpoint ", "in ",
-        checkpoints_of(path).string(), ", nor is ", path, " one", is_foreign ? kConvertAdvice : "");
+        model_only && is_foreign, option, ": ", path, " is not a checkpoint, and ",
+        checkpoints_of(path).string(), " has no complete one", is_foreign ? kConvertAdvice : "");
   }
   const auto values = inspect_checkpoint(saved.path).values;
   const auto has = [&](const char* name) {

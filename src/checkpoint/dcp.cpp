@@ -77,7 +77,7 @@ PickleView field(const PickleView& object, const char* name, const std::string& 
 }
 
 PickleView checked(PickleView value, Kind kind, const char* what, const std::string& where) {
-  FSDP_CHECK_AS(CheckpointError, value.is(kind), where, ": '", what, "' is not of its type");
+  FSDP_CHECK_AS(CheckpointError, value.is(kind), where, ": '", what, "' has the wrong type");
   return value;
 }
 
