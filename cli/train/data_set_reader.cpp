@@ -62,11 +62,17 @@ std::string read_text(const std::string& path) {
   return std::move(*text);
 }
 
-/// Throws ConfigError if the model does not have the token.
-int64_t checked_token(int64_t token, const std::string& name, const TokensOf& tokens) {
+/// Throws ConfigError if the model does not have the token. `unit` and `number` say where it is.
+int64_t checked_token(
+    int64_t token,
+    const std::string& name,
+    const char* unit,
+    int64_t number,
+    const TokensOf& tokens) {
   check_config(
       token < tokens.vocab, "--data: ", name, " has the token ", token, " ('",
-      tokens.tokenizer->bytes_of(token), "'), but the model has only ", tokens.vocab);
+      tokens.tokenizer->bytes_of(token), "') ", unit, " ", number, ", but the model has only ",
+      tokens.vocab);
   return token;
 }
 
@@ -81,7 +87,9 @@ DataSet tokenize_files(
   tokenize_documents(
       *tokens.tokenizer, files, tokens.documents, [&](const std::vector<int64_t>& more) {
         for (const auto token : more) {
-          all.push_back(static_cast<int32_t>(checked_token(token, name, tokens)));
+          const auto index = std::ssize(all);
+          all.push_back(
+              static_cast<int32_t>(checked_token(token, name, "at index", index, tokens)));
         }
       });
   return {std::make_shared<TokenList>(std::move(all)), name, static_cast<int64_t>(files.size())};
@@ -114,7 +122,7 @@ DataSet read_packed(const std::string& path, const TokensOf& tokens) {
   const auto examples = read_examples(*tokens.tokenizer, path, tokens.documents.end);
   for (const auto& example : examples) {
     for (const auto token : example.tokens) {
-      checked_token(token, path, tokens);
+      checked_token(token, path, "in line", example.line, tokens);
     }
   }
   return {
