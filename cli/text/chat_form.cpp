@@ -104,7 +104,8 @@ const std::set<std::string> kSilentTags{
 
 bool is_silent(const std::string& tag) {
   return kSilentTags.contains(tag) || tag.starts_with("raise_exception(") ||
-         tag.starts_with("if not (message.role == 'tool' ");
+         tag.starts_with("if not (message.role == 'tool' ") ||
+         tag.starts_with("for message in loop_messages|rejectattr('role', 'equalto', 'tool')");
 }
 
 /// Whether a template writes bos_token once: before all else, and in every conversation.
@@ -120,30 +121,46 @@ bool begins_with_bos(const Tags& tags) {
   return false;
 }
 
-/// The tags that write turns.
-std::set<std::string> written_by(const Tags& tags) {
-  std::set<std::string> written;
+/// The tags that write turns. Not the one that asks for an answer.
+std::multiset<std::string> written_by(const Tags& tags) {
+  std::multiset<std::string> written;
+  std::string before;
   for (const auto& tag : tags) {
-    if (!is_silent(tag) && tag != "bos_token" && tag != "'<start_of_turn>model\n'") {
+    const bool asks = before == "if add_generation_prompt" && tag == "'<start_of_turn>model\n'";
+    if (!is_silent(tag) && tag != "bos_token" && !asks) {
       written.insert(tag);
     }
+    before = tag;
   }
   return written;
+}
+
+/// Whether a tag stands directly behind one of these.
+bool is_behind(const Tags& tags, const std::string& tag, const Tags& before) {
+  const auto found = std::find(tags.begin(), tags.end(), tag);
+  return found != tags.begin() && found != tags.end() && has(before, *std::prev(found));
 }
 
 /// The templates of Gemma 1 and 2, and of Gemma 3, which knows a system.
 std::optional<ChatForm> gemma_form_of(const Tags& tags) {
   using System = ChatForm::System;
   const std::string begin = "'<start_of_turn>'+role+'\n'+";
-  const std::set<std::string> plain{begin + "message['content']|trim+'<end_of_turn>\n'"};
-  const std::set<std::string> with_system{
+  const std::multiset<std::string> plain{begin + "message['content']|trim+'<end_of_turn>\n'"};
+  const std::multiset<std::string> with_system{
       begin + "(first_user_prefix if loop.first else '')", "message['content']|trim",
       "'<end_of_turn>\n'"};
   const auto written = written_by(tags);
-  if (!has(tags, "set role = 'model'") || (written != plain && written != with_system)) {
+  if (!has(tags, "set role = 'model'")) {
     return std::nullopt;
   }
-  return gemma_form(written == plain ? System::kRefused : System::kFirstTurn);
+  if (written == plain) {
+    return gemma_form(System::kRefused);
+  }
+  const bool has_prefix =
+      has(tags, "set first_user_prefix = messages[0]['content']+'\n\n'") &&
+      is_behind(tags, "message['content']|trim", {"if message['content'] is string"});
+  return written == with_system && has_prefix ? std::optional(gemma_form(System::kFirstTurn))
+                                              : std::nullopt;
 }
 
 /// How the templates of Mistral write an answer.
@@ -174,17 +191,25 @@ std::optional<ChatForm> mistral_form_of(const Tags& tags, const std::string& eos
   for (const std::pair<std::string, std::string> user : kUsers) {
     const auto open = "'" + user.first + "'+";
     const auto close = "message['content']+'" + user.second + "'";
-    if (form.user.begin.empty() && written.erase(open + close) > 0) {
+    const auto with_system = open + "system_message+'\n\n'+" + close;
+    if (form.user.begin.empty() &&
+        is_behind(tags, open + close, {"if message['role'] == 'user'", "else"}) &&
+        written.erase(open + close) == 1) {
       form.user = {.before = "", .begin = user.first, .end = user.second, .after = ""};
-      if (written.erase(open + "system_message+'\n\n'+" + close) > 0) {
-        form.system_place = has(tags, "if loop.first and system_message is defined")
-                                ? System::kFirstTurn
-                                : System::kLastTurn;
+      const bool is_first =
+          is_behind(tags, with_system, {"if loop.first and system_message is defined"});
+      const bool is_last =
+          is_behind(tags, with_system, {"if loop.last and system_message is defined"});
+      if ((is_first || is_last) && has(tags, "set system_message = messages[0]['content']") &&
+          written.erase(with_system) == 1) {
+        form.system_place = is_first ? System::kFirstTurn : System::kLastTurn;
       }
     }
   }
   for (const auto& answer : kMistralAnswers) {
-    if (form.assistant.end.empty() && written.erase(answer.tag) > 0) {
+    if (form.assistant.end.empty() &&
+        is_behind(tags, answer.tag, {"elif message['role'] == 'assistant'"}) &&
+        written.erase(answer.tag) == 1) {
       form.assistant = {
           .before = "",
           .begin = answer.begin,
@@ -194,8 +219,7 @@ std::optional<ChatForm> mistral_form_of(const Tags& tags, const std::string& eos
     }
   }
   const bool is_known = written.empty() && !form.user.begin.empty() &&
-                        !form.assistant.end.empty() && has(tags, "if message['role'] == 'user'") &&
-                        has(tags, "elif message['role'] == 'assistant'");
+                        !form.assistant.end.empty() && has(tags, "if message['role'] == 'user'");
   return is_known ? std::optional(form) : std::nullopt;
 }
 

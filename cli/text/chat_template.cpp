@@ -72,11 +72,20 @@ std::string inside_of(std::string_view tag) {
   return first == tag.npos || last < first ? "" : std::string(tag.substr(first, last + 1 - first));
 }
 
-/// Whether a block with this condition runs only for conversations with tools or images.
+/// Whether a block that begins with this tag is only for conversations with tools or images. These
+/// are the conditions of known templates. Others stay, because they may hold without tools.
 bool is_for_tools(std::string_view tag) {
-  const auto has = [&](std::string_view word) { return tag.find(word) != tag.npos; };
-  return !has("if not ") && (has("tool") || has("image") || has("is iterable"));
+  return tag == "if tools is not none and (message == user_messages[-1])" ||
+         tag == "elif message['content'] is iterable" ||
+         tag.starts_with("elif message.tool_calls is defined") ||
+         tag.starts_with("elif message['role'] == 'tool");
 }
+
+/// A block that is open.
+struct Block {
+  bool is_left_out = false;
+  bool begins_in_list = false; // its `if` or `for` is not left out
+};
 
 } // namespace
 
@@ -103,7 +112,7 @@ ChatTemplate chat_template_of(const std::string& folder) {
 std::vector<std::string> tags_of(const std::string& text) {
   const auto code = compact_code(text);
   std::vector<std::string> tags;
-  std::vector<bool> is_left_out{false}; // the blocks that are open, and before them the template
+  std::vector<Block> open{{}}; // the first one is the template
   for (std::string_view rest = code; find_tag(rest) < rest.size();) {
     rest.remove_prefix(find_tag(rest));
     const auto size = end_of_tag(rest);
@@ -114,13 +123,17 @@ std::vector<std::string> tags_of(const std::string& text) {
     const bool begins = is_block && (tag.starts_with("if ") || tag.starts_with("for "));
     const bool turns = is_block && (tag.starts_with("elif ") || tag == "else");
     const bool ends = is_block && (tag == "endif" || tag == "endfor");
-    if ((turns || ends) && is_left_out.size() > 1) {
-      is_left_out.pop_back();
+    const auto closed = open.back();
+    if ((turns || ends) && open.size() > 1) {
+      open.pop_back();
     }
     if (begins || turns) {
-      is_left_out.push_back(is_left_out.back() || is_for_tools(tag));
+      const bool is_left_out = open.back().is_left_out || is_for_tools(tag);
+      open.push_back({is_left_out, begins ? !is_left_out : closed.begins_in_list});
     }
-    if (!is_left_out.back() && !is_comment) {
+    const bool marks_learned = is_block && (tag == "generation" || tag == "endgeneration");
+    if (!open.back().is_left_out && !is_comment && !marks_learned &&
+        (!(turns || ends) || closed.begins_in_list)) {
       tags.push_back(tag);
     }
   }

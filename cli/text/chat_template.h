@@ -15,9 +15,10 @@ struct ChatTemplate {
 
 ChatTemplate chat_template_of(const std::string& folder);
 
-/// What stands inside of the tags of a template, one after another. Leaves out comments, and what
-/// runs only for conversations with tools or images. All is in one way of writing: strings have
-/// single quotes, "\n" in them is a line end, and there are no spaces beside + | { and }.
+/// What stands inside of the tags of a template, one after another. Leaves out comments, marks of
+/// what is learned, and what runs only for conversations with tools or images. All is in one way of
+/// writing: strings have single quotes, "\n" in them is a line end, and there are no spaces beside
+/// + | { and }.
 std::vector<std::string> tags_of(const std::string& text);
 
 /// Whether a template writes something that stands outside of its tags, as transformers runs it.

@@ -74,6 +74,27 @@ void check_shared_head(
       " is not the weight of the embedding");
 }
 
+/// Throws if this rank has a value that is not finite.
+void check_finite(const StateDict& weights, const std::string& folder) {
+  for (const auto& [name, value] : weights) {
+    const auto* const spread = std::get_if<DTensor>(&value);
+    const auto* const whole = std::get_if<at::Tensor>(&value);
+    const auto local = spread ? spread->to_local() : whole ? *whole : at::Tensor();
+    check_config(
+        !local.defined() || local.isfinite().all().item<bool>(), folder, ": '", name,
+        "' has a value that is not finite; take undamaged weights");
+  }
+}
+
+/// Throws if a tensor of a file is stored in a way that takes more than its numbers.
+void check_dtype(const CheckpointTensor& tensor, const std::string& folder) {
+  const auto& dtype = tensor.dtype;
+  check_config(
+      dtype == "F32" || dtype == "BF16" || dtype == "F16" || dtype == "F64", folder, ": '",
+      tensor.name, "' is stored as ", dtype, " in ", tensor.pieces.front().file,
+      "; only weights in F64, F32, F16 and BF16 can be read");
+}
+
 } // namespace
 
 std::vector<NameRule> hf_names() {
@@ -127,11 +148,7 @@ void check_weights_fit(ModelDims dims, const std::string& folder) {
       embedding = &tensor;
     }
     const auto& file = tensor.pieces.front().file;
-    const auto& dtype = tensor.dtype;
-    check_config(
-        dtype == "F32" || dtype == "BF16" || dtype == "F16" || dtype == "F64", folder, ": '",
-        tensor.name, "' is stored as ", dtype, " in ", file,
-        "; only weights in F64, F32, F16 and BF16 can be read");
+    check_dtype(tensor, folder);
     const auto found = wanted.find(tensor.name);
     if (found == wanted.end()) {
       check_config(
@@ -189,18 +206,10 @@ void load_adapter(Transformer& model, const std::string& folder) {
     check_config(
         tensor.name.starts_with(prefix) && state.contains(tensor.name.substr(prefix.size())), file,
         ": the model that adapter_config.json describes has no '", tensor.name, "'");
+    check_dtype(tensor, folder);
   }
   load(state, file, {.names = adapter_names()});
-}
-
-/// Throws if this rank has a value that is not finite.
-void check_finite(const StateDict& weights, const std::string& folder) {
-  for (const auto& [name, value] : weights) {
-    const auto* const weight = std::get_if<DTensor>(&value);
-    check_config(
-        !weight || weight->to_local().isfinite().all().item<bool>(), folder, ": '", name,
-        "' has a value that is not finite; take undamaged weights");
-  }
+  check_finite(state, folder);
 }
 
 void load_pretrained(Transformer& model, const std::string& folder) {

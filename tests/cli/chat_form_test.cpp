@@ -82,6 +82,14 @@ TEST(ChatForm, OtherTemplatesAreRefused) {
   const std::string end = "{% endfor %}";
   config("{{ bos_token }}" + loop + user + answer + end);
   EXPECT_EQ(read().size(), 1u);
+  // A loop that only checks, and parts for tools, in which nothing is looked at.
+  config(
+      "{%- for message in loop_messages | rejectattr(\"role\", \"equalto\", \"tool\") %}"
+      "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('') }}"
+      "{% endif %}{% endfor %}{{ bos_token }}" +
+      loop + asks + "{% if tools is not none and (message == user_messages[-1]) %}{{ 'x' }}" +
+      "{% endif %}" + user.substr(asks.size()) + answer + end);
+  EXPECT_EQ(read().size(), 1u);
   for (const auto& other :
        {loop + user + answer + end,                       // no bos_token
         "{{ bos_token }}\n" + loop + user + answer + end, // a line end is written
@@ -98,6 +106,11 @@ TEST(ChatForm, OtherTemplatesAreRefused) {
         loop + "{{ bos_token }}" + user + answer + end,
         "{{ bos_token }}" + loop + user + "{{ bos_token }}" + answer + end,
         "{% set system_message = 'Be kind.' %}{{ bos_token }}" + loop + user + answer + end,
+        "{{ bos_token }}{% if tools is none %}{{ 'x' }}{% endif %}" + loop + user + answer + end,
+        "{% if add_generation_prompt %}{{ bos_token }}{% endif %}" + loop + user + answer + end,
+        "{{ bos_token }}" + loop + asks + "{{ message['content'] + eos_token }}" + answers +
+            "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% endif %}" + end,
+        "{{ bos_token }}" + loop + user + answer + answer.substr(answers.size()) + end,
         "{{ bos_token }}{% for message in messages[1:] %}" + user + answer + end,
         "{{ bos_token }}" + loop + "{{ '[INST] ' + message['content'] + ' [/INST]' }}" +
             "{{ message['content'] + eos_token }}" + end}) {
