@@ -62,7 +62,9 @@ class ByteLevelReader {
   explicit ByteLevelReader(Tokenizer::Parts& parts) : parts_(parts) {}
 
   void read(const Json& json) {
-    read_normalizer(json.value("normalizer", Json()));
+    for (const auto& part : parts_of(json.value("normalizer", Json()), "normalizers")) {
+      read_normalizer(part);
+    }
     read_pre_tokenizer(json.value("pre_tokenizer", Json()));
     check_config(
         num_byte_levels_ == 1,
@@ -84,12 +86,6 @@ class ByteLevelReader {
       return;
     }
     const auto type = type_of(json);
-    if (type == "Sequence") {
-      for (const auto& inner : json.at("normalizers")) {
-        read_normalizer(inner);
-      }
-      return;
-    }
     check_config(
         type == "NFC", "normalizer: ", type, " is not supported without byte_fallback, only NFC");
     parts_.composes = true;

@@ -26,9 +26,13 @@ class SentencePieceReader {
 
   void read(const Json& json) {
     parts_.splitter.emplace(std::vector<std::string>()); // throws without the libraries for Unicode
-    read_normalizer(json.value("normalizer", Json()));
+    for (const auto& part : parts_of(json.value("normalizer", Json()), "normalizers")) {
+      read_normalizer(part);
+    }
     read_pre_tokenizer(json.value("pre_tokenizer", Json()));
-    read_decoder(json.value("decoder", Json()), "decoder");
+    for (const auto& part : parts_of(json.value("decoder", Json()), "decoders")) {
+      read_decoder(part);
+    }
     read_model(json.at("model"));
   }
 
@@ -38,11 +42,7 @@ class SentencePieceReader {
       return;
     }
     const auto type = type_of(json);
-    if (type == "Sequence") {
-      for (const auto& inner : json.at("normalizers")) {
-        read_normalizer(inner);
-      }
-    } else if (type == "Prepend") {
+    if (type == "Prepend") {
       const auto text = json.at("prepend").get<std::string>();
       check_config(
           text == kSpaceMark, "normalizer: Prepend of '", text, "' is not supported, only of '",
@@ -109,14 +109,10 @@ class SentencePieceReader {
                                : SpaceMarks::Prepend::kNever;
   }
 
-  void read_decoder(const Json& json, const char* where) {
+  void read_decoder(const Json& json) {
     const auto type = json.is_null() ? "null" : type_of(json);
     using Kind = DecodeStep::Kind;
-    if (type == "Sequence") {
-      for (const auto& inner : json.at("decoders")) {
-        read_decoder(inner, where);
-      }
-    } else if (type == "Fuse") {
+    if (type == "Fuse") {
       is_fused_ = true;
     } else if (type == "Strip") {
       check_unset(json, "decoder: Strip", "stop");
@@ -137,7 +133,7 @@ class SentencePieceReader {
           "Metaspace");
       check_config(!is_fused_, "decoder: ", type, " after Fuse is not supported");
       const bool is_bytes = type == "ByteFallback";
-      const bool vanishes = !is_bytes && prepend_of(json, where) != SpaceMarks::Prepend::kNever;
+      const bool vanishes = !is_bytes && prepend_of(json, "decoder") != SpaceMarks::Prepend::kNever;
       parts_.decoder.push_back(
           {.kind = is_bytes ? Kind::kBytes : Kind::kMetaspace,
            .content = "",

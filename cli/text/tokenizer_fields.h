@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -19,6 +20,10 @@ void read_sentencepiece(const Json& json, Tokenizer::Parts& parts);
 
 /// The field "type".
 std::string type_of(const Json& json);
+
+/// The parts of a Sequence, whose field `parts` holds them, also of those inside of it. Anything
+/// else is the only part of itself.
+std::vector<Json> parts_of(const Json& json, const char* parts);
 
 /// Throws unless the field is missing, null, false, 0 or empty.
 void check_unset(const Json& json, const char* where, const char* field);

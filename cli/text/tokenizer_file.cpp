@@ -119,6 +119,18 @@ std::string type_of(const Json& json) {
   return json.at("type").get<std::string>();
 }
 
+std::vector<Json> parts_of(const Json& json, const char* parts) {
+  if (json.is_null() || type_of(json) != "Sequence") {
+    return {json};
+  }
+  std::vector<Json> all;
+  for (const auto& inner : json.at(parts)) {
+    const auto more = parts_of(inner, parts);
+    all.insert(all.end(), more.begin(), more.end());
+  }
+  return all;
+}
+
 void check_unset(const Json& json, const char* where, const char* field) {
   static const std::set<std::string> kUnset{"null", "false", "0", "0.0", "\"\"", "[]"};
   const auto value = json.value(field, Json()).dump();

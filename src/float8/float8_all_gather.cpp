@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include "base/check.h"
 #include "float8/float8.h"
 
 namespace fsdp {

@@ -6,7 +6,6 @@
 
 #include <ostream>
 
-#include "base/check.h"
 #include "float8/float8.h"
 
 namespace fsdp {

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import chats_made
 import tokenizers_made
-from tokenizers_made import CODE, UNUSUAL, library_files, write
+from tokenizers_made import CODE, UNUSUAL, library_files, write, write_expected
 
 MARK = "▁"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -193,14 +193,7 @@ def main(out):
     names = make_good(out)
     all_texts = list(texts())
     for name in names:
-        tokenizer = Tokenizer.from_file(f"{out}/{name}/tokenizer.json")
-        found = []
-        for text in all_texts:
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
-            decoded = tokenizer.decode(ids, skip_special_tokens=False)
-            special = tokenizer.encode(text).ids
-            found.append({"text": text, "ids": ids, "with_special": special, "decoded": decoded})
-        write(f"{out}/{name}/expected.json", found)
+        tokenizer = write_expected(f"{out}/{name}", all_texts)
         draw = random.Random(3)
         drawn = [some_tokens(draw, tokenizer) for _ in range(300)]
         decoded = [{"ids": ids, "text": tokenizer.decode(ids, skip_special_tokens=False)} for ids in drawn]

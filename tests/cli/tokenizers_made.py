@@ -235,18 +235,24 @@ def make_bad(out):
     write(f"{out}/refused.json", words)
 
 
+def write_expected(folder, all_texts):
+    """Writes what a folder's tokenizer makes of texts. Returns the tokenizer."""
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    found = []
+    for text in all_texts:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        decoded = tokenizer.decode(ids, skip_special_tokens=False)
+        special = tokenizer.encode(text).ids
+        found.append({"text": text, "ids": ids, "with_special": special, "decoded": decoded})
+    write(f"{folder}/expected.json", found)
+    return tokenizer
+
+
 def main(out):
     names = make_good(out)
     all_texts = list(texts())
     for name in names:
-        tokenizer = Tokenizer.from_file(f"{out}/{name}/tokenizer.json")
-        found = []
-        for text in all_texts:
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
-            decoded = tokenizer.decode(ids, skip_special_tokens=False)
-            special = tokenizer.encode(text).ids
-            found.append({"text": text, "ids": ids, "with_special": special, "decoded": decoded})
-        write(f"{out}/{name}/expected.json", found)
+        write_expected(f"{out}/{name}", all_texts)
     write_chats(f"{out}/qwen", CHATML)
     write_chats(f"{out}/llama3", LLAMA3_CHAT, BEGIN)
     make_bad(out)

@@ -3,6 +3,7 @@
 import functools
 import os
 import subprocess
+import tempfile
 
 import pytest
 import torch
@@ -290,3 +291,40 @@ def test_the_tool_reads_it(ranks, tmp_path):
     weights = load_file(tmp_path / "whole" / "model.safetensors")
     for name, expected in torch.load(tmp_path / "expected.pt", map_location="cpu")["model"].items():
         assert torch.equal(weights[f"model.{name}"], expected), name
+
+
+def dcp_between_engines(how):
+    torch.manual_seed(0)
+    model = sharded_mlps(fsdp_cpp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(batch(0)).sum().backward()
+    optimizer.step()
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    expected = {name: whole(value) for name, value in state["model"].items()}
+    if how == "async":
+        dcp.async_save(state, checkpoint_id=folder[0]).result()
+    else:
+        dcp.save(state, checkpoint_id=folder[0])
+    # What fsdp_cpp has saved, torch's engine loads, and the other way round.
+    torch.manual_seed(1)
+    for engine in ENGINES.values():
+        other = sharded_mlps(engine)
+        other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+        loaded = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, other_optimizer)}
+        dcp.load(loaded, checkpoint_id=folder[0])
+        set_model_state_dict(other, loaded["model"])
+        set_optimizer_state_dict(other, other_optimizer, loaded["optimizer"])
+        for name, value in other.state_dict().items():
+            assert torch.equal(whole(value), expected[name]), name
+        assert torch.equal(other(batch(1)), model(batch(1)))
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(other, {name: value + 1 for name, value in full.items()}, options=StateDictOptions(full_state_dict=True))
+    for name, value in other.state_dict().items():
+        assert torch.equal(whole(value), expected[name] + 1), name
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_dcp_between_engines(ranks, how):
+    ranks(2).run(dcp_between_engines, how)

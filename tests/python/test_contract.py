@@ -8,7 +8,6 @@ import inspect
 import io
 import pickle
 import sys
-import tempfile
 import time
 import types
 import weakref
@@ -16,19 +15,12 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from parity import ENGINES, Mlp, batch, compare, mesh_of, needs_torch_2_13, sharded_mlps, train, whole
 from pool import DEVICE
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule as TorchReplicateModule
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -417,43 +409,6 @@ def optimizers(clip):
 @pytest.mark.parametrize("clip", [False, True])
 def test_optimizer(ranks, clip):
     ranks(2).run(optimizers, clip)
-
-
-def checkpoints(how):
-    torch.manual_seed(0)
-    model = sharded_mlps(fsdp_cpp)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model(batch(0)).sum().backward()
-    optimizer.step()
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    expected = {name: whole(value) for name, value in state["model"].items()}
-    if how == "async":
-        dcp.async_save(state, checkpoint_id=folder[0]).result()
-    else:
-        dcp.save(state, checkpoint_id=folder[0])
-    # What fsdp_cpp has saved, torch's engine loads, and the other way round.
-    torch.manual_seed(1)
-    for engine in ENGINES.values():
-        other = sharded_mlps(engine)
-        other_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
-        loaded = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, other_optimizer)}
-        dcp.load(loaded, checkpoint_id=folder[0])
-        set_model_state_dict(other, loaded["model"])
-        set_optimizer_state_dict(other, other_optimizer, loaded["optimizer"])
-        for name, value in other.state_dict().items():
-            assert torch.equal(whole(value), expected[name]), name
-        assert torch.equal(other(batch(1)), model(batch(1)))
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    set_model_state_dict(other, {name: value + 1 for name, value in full.items()}, options=StateDictOptions(full_state_dict=True))
-    for name, value in other.state_dict().items():
-        assert torch.equal(whole(value), expected[name] + 1), name
-
-
-@pytest.mark.parametrize("how", ["sync", "async"])
-def test_checkpoints(ranks, how):
-    ranks(2).run(checkpoints, how)
 
 
 def counts_and_names():
