@@ -73,18 +73,18 @@ function(fsdp_also_over_gloo name ranks)
 endfunction()
 
 # fsdp_add_whole_test(TEST binary arguments...): adds a whole binary as one test on a GPU, because
-# opening the device takes longer than most cases. No other test runs at the same time, because some
-# cases measure time or memory.
+# opening the device takes longer than most cases.
 function(fsdp_add_whole_test test binary)
   add_test(NAME ${test} COMMAND ${binary} ${ARGN})
   set_tests_properties(
     ${test}
-    PROPERTIES LABELS gpu TIMEOUT 300 RUN_SERIAL TRUE
+    PROPERTIES LABELS gpu TIMEOUT 300 PROCESSORS 4
                SKIP_REGULAR_EXPRESSION "there is no GPU here")
 endfunction()
 
 # fsdp_add_gpu_test(NAME SOURCES...): adds a binary that needs a GPU. This test leaves out the suites of
-# several ranks over NCCL, which run in tests of their own.
+# several ranks over NCCL, which run in tests of their own. No other test runs at the same time,
+# because some cases measure time or all memory of the GPU.
 function(fsdp_add_gpu_test name)
   cmake_parse_arguments(arg "" "" "SOURCES" ${ARGN})
   add_executable(${name} ${arg_SOURCES})
@@ -93,6 +93,7 @@ function(fsdp_add_gpu_test name)
     target_compile_definitions(${name} PRIVATE FSDP_TEST_CUDA)
   endif()
   fsdp_add_whole_test(${name} ${name} "--gtest_filter=-NcclRanks.*:NcclGraphs.*:NcclFaults.*")
+  set_tests_properties(${name} PROPERTIES RUN_SERIAL TRUE)
 endfunction()
 
 # fsdp_add_nccl_test(TEST RANKS binary arguments...): adds a binary with processes over NCCL as ranks.

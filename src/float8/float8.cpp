@@ -22,13 +22,13 @@ at::Tensor magnitudes(const at::Tensor& values, std::optional<int64_t> shared) {
 }
 
 /// The smallest powers of two that are not less than `numbers`, which are positive, and infinity
-/// for what is not finite.
-at::Tensor powers_of_two(const at::Tensor& numbers) {
+/// for what is not finite. Overwrites `numbers`.
+at::Tensor powers_of_two(at::Tensor numbers) {
   constexpr int32_t kMantissa = 0x7fffff; // the bits below the exponent
   constexpr auto kInfinity = std::numeric_limits<double>::infinity();
-  const auto finite = at::where(numbers.isfinite(), numbers, kInfinity);
-  const auto bits = finite.view(at::kInt);
-  return bits.add(kMantissa).bitwise_and(~kMantissa).view(at::kFloat);
+  numbers.nan_to_num_(kInfinity, kInfinity, kInfinity);
+  numbers.view(at::kInt).add_(kMantissa).bitwise_and_(~kMantissa);
+  return numbers;
 }
 
 /// A power of two in the dtype of what it is multiplied with, so that torch makes no copy of that
@@ -48,12 +48,18 @@ Float8 Float8::t() const {
   return {data.t(), scale.dim() == 2 ? scale.t() : scale};
 }
 
-Float8 to_float8(const at::Tensor& values, std::optional<int64_t> shared, at::ScalarType dtype) {
+at::Tensor float8_scale(
+    const at::Tensor& values, std::optional<int64_t> shared, at::ScalarType dtype) {
   constexpr double kLeast = 0x1p-100; // so that 1 / scale is finite
-  const auto scale =
-      powers_of_two((magnitudes(values, shared) / largest_of(dtype)).clamp_min(kLeast));
-  const auto wide = scaled_in(values.scalar_type());
-  return {values.to(wide).mul(factor_for(scale.reciprocal(), wide)).to(dtype), scale};
+  return powers_of_two(magnitudes(values, shared).div_(largest_of(dtype)).clamp_min_(kLeast));
+}
+
+Float8 to_float8_by(const at::Tensor& scale, const at::Tensor& values, at::ScalarType dtype) {
+  const auto wide = values.to(scaled_in(values.scalar_type()));
+  auto data = at::empty_like(wide, at::TensorOptions(dtype));
+  // A GPU reads the values and writes float8 in one kernel.
+  at::mul_out(data, wide, factor_for(scale.reciprocal(), wide.scalar_type()));
+  return {data, scale};
 }
 
 at::Tensor from_float8(const Float8& values, at::ScalarType dtype) {

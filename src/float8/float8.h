@@ -15,13 +15,21 @@ struct Float8 {
   Float8 t() const;
 };
 
-/// Rounds to `dtype`, e4m3 or e5m2. Values along the dim `shared` have one scale, or all of them if
-/// it is empty. A scale is the smallest power of two that brings the values into range. Where one
-/// of them is not finite, all that share its scale become NaN.
-Float8 to_float8(
+/// The scales with which values fit into `dtype`, e4m3 or e5m2: the smallest powers of two. Values
+/// along the dim `shared` have one, or all of them if it is empty. It is infinite where one of them
+/// is not finite.
+at::Tensor float8_scale(
+    const at::Tensor& values, std::optional<int64_t> shared, at::ScalarType dtype);
+
+/// Rounds to `dtype`. Where a scale is infinite, all values become NaN.
+Float8 to_float8_by(const at::Tensor& scale, const at::Tensor& values, at::ScalarType dtype);
+
+inline Float8 to_float8(
     const at::Tensor& values,
     std::optional<int64_t> shared,
-    at::ScalarType dtype = at::kFloat8_e4m3fn);
+    at::ScalarType dtype = at::kFloat8_e4m3fn) {
+  return to_float8_by(float8_scale(values, shared, dtype), values, dtype);
+}
 
 /// Is exact in fp32 and bf16, unless the largest value was rounded up and overflows.
 at::Tensor from_float8(const Float8& values, at::ScalarType dtype);

@@ -17,29 +17,19 @@ namespace {
 constexpr const char* kFloat8Tag = "[float8_linear] ";
 constexpr int64_t kAligned = 16; // elements; kernels of GPUs want multiples of it
 
-/// The left and the right matrix of a product. It adds up along the columns of the left one.
-Float8 left(const at::Tensor& matrix, Float8Scaling scaling, at::ScalarType dtype) {
-  const bool by_rows = scaling == Float8Scaling::rowwise;
-  return to_float8(matrix, by_rows ? std::optional(1) : std::nullopt, dtype);
-}
-Float8 right(const at::Tensor& matrix, Float8Scaling scaling) {
-  const bool by_columns = scaling == Float8Scaling::rowwise;
-  return to_float8(matrix, by_columns ? std::optional(0) : std::nullopt, at::kFloat8_e4m3fn);
-}
-
-at::ScalarType grad_dtype(Float8Scaling scaling) {
-  return scaling == Float8Scaling::rowwise ? at::kFloat8_e4m3fn : at::kFloat8_e5m2;
-}
-
 /// Fills a matrix up with rows of zeros, which add nothing to a product over rows.
-at::Tensor with_aligned_rows(const at::Tensor& matrix) {
-  const auto missing = (kAligned - matrix.size(0) % kAligned) % kAligned;
-  return missing == 0 || !matrix.is_cuda() ? matrix
-                                           : at::constant_pad_nd(matrix, {0, 0, 0, missing});
+Float8 with_aligned_rows(const Float8& matrix) {
+  const auto missing = (kAligned - matrix.data.size(0) % kAligned) % kAligned;
+  if (missing == 0 || !matrix.data.is_cuda()) {
+    return matrix;
+  }
+  const auto bytes = at::constant_pad_nd(matrix.data.view(at::kByte), {0, 0, 0, missing});
+  return {bytes.view(matrix.data.scalar_type()), matrix.scale};
 }
 
-/// Saves what backward needs of `x` and the weight, as it is. Backward rounds it anew, because its
-/// products add up along other dims, and because the weight may be gathered again until then.
+/// Saves what backward needs of `x` and the weight, as it is. Backward rounds it anew, because the
+/// weight may be gathered again until then, and because its products add up along the rows. With
+/// one scale for all values, their scales are those of forward.
 class Float8Matmul : public torch::autograd::Function<Float8Matmul> {
  public:
   static at::Tensor forward(
@@ -47,13 +37,18 @@ class Float8Matmul : public torch::autograd::Function<Float8Matmul> {
       const at::Tensor& x,
       const at::Tensor& weight,
       int64_t number) {
-    const auto scaling = static_cast<Float8Scaling>(number);
+    const bool by_rows = static_cast<Float8Scaling>(number) == Float8Scaling::rowwise;
+    const auto along_columns = by_rows ? std::optional<int64_t>(1) : std::nullopt;
+    const auto left = to_float8(x, along_columns);
+    const auto right = to_float8(weight, along_columns);
+    const auto saved = [](bool needed, const at::Tensor& tensor) {
+      return needed ? tensor : at::Tensor();
+    };
     context->save_for_backward(
-        {weight.requires_grad() ? x : at::Tensor(), x.requires_grad() ? weight : at::Tensor()});
-    context->saved_data["scaling"] = number;
-    return float8_product(
-        left(x, scaling, at::kFloat8_e4m3fn), right(weight.t(), scaling), x.scalar_type(),
-        /*fast=*/true);
+        {saved(weight.requires_grad(), x), saved(weight.requires_grad() && !by_rows, left.scale),
+         saved(x.requires_grad(), weight), saved(x.requires_grad() && !by_rows, right.scale)});
+    context->saved_data["by_rows"] = by_rows;
+    return float8_product(left, right.t(), x.scalar_type(), /*fast=*/true);
   }
 
   static torch::autograd::variable_list backward(
@@ -63,21 +58,26 @@ class Float8Matmul : public torch::autograd::Function<Float8Matmul> {
         "there is no gradient of its gradient; call backward without create_graph, or use a "
         "Linear");
     const auto saved = context->get_saved_variables();
-    const auto& x = saved[0];
-    const auto& weight = saved[1];
+    const bool by_rows = context->saved_data["by_rows"].toBool();
+    // x and weight, rounded along their rows
+    const auto again = [&](const at::Tensor& matrix, const at::Tensor& scale) {
+      return by_rows ? to_float8(matrix, 0) : to_float8_by(scale, matrix, at::kFloat8_e4m3fn);
+    };
     const auto& grad = grads[0];
-    const auto scaling = static_cast<Float8Scaling>(context->saved_data["scaling"].toInt());
+    const auto grad_dtype = by_rows ? at::kFloat8_e4m3fn : at::kFloat8_e5m2;
+    const auto along_columns =
+        to_float8(grad, by_rows ? std::optional<int64_t>(1) : std::nullopt, grad_dtype);
     at::Tensor grad_x;
     at::Tensor grad_weight;
     if (context->needs_input_grad(0)) {
       grad_x = float8_product(
-          left(grad, scaling, grad_dtype(scaling)), right(weight, scaling), grad.scalar_type(),
-          /*fast=*/false);
+          along_columns, again(saved[2], saved[3]), grad.scalar_type(), /*fast=*/false);
     }
     if (context->needs_input_grad(1)) {
+      const auto along_rows = by_rows ? to_float8(grad, 0, grad_dtype) : along_columns;
       grad_weight = float8_product(
-          left(with_aligned_rows(grad).t(), scaling, grad_dtype(scaling)),
-          right(with_aligned_rows(x), scaling), grad.scalar_type(), /*fast=*/false);
+          with_aligned_rows(along_rows).t(), with_aligned_rows(again(saved[0], saved[1])),
+          grad.scalar_type(), /*fast=*/false);
     }
     return {grad_x, grad_weight, {}};
   }

@@ -112,8 +112,8 @@ inline void expect_parity(
     const auto& whole = expected[item.key()];
     const bool managed =
         detail::FSDPParam::find(item.value()) || detail::TensorPiece::find(item.value());
-    const auto part = [&](const torch::Tensor& tensor) {
-      return managed ? part_of(tensor, item.value()) : tensor;
+    const auto part = [&](const torch::Tensor& tensor) { // where the parameter is, if offloaded
+      return (managed ? part_of(tensor, item.value()) : tensor).to(item.value().device());
     };
     const auto local = managed ? as_dtensor(item.value()).to_local() : item.value().detach();
     EXPECT_TRUE(near(local, part(whole.detach()), tolerance)) << item.key();
