@@ -43,8 +43,8 @@ configure_consumer(${WORK}/build ${CXX})
 run(${CMAKE_COMMAND} --build ${WORK}/build)
 run_consumer(${WORK}/build)
 # Each checks itself what it shows.
-foreach(example twenty_lines first_shard own_model hsdp tensor_parallel checkpoint_resume finetune_hf
-                int8_gather)
+foreach(example twenty_lines first_shard own_model hsdp tensor_parallel experts checkpoint_resume
+                finetune_hf int8_gather)
   run(${WORK}/build/${example})
 endforeach()
 # The tool is installed beside the library and finds it.
