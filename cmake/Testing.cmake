@@ -73,7 +73,7 @@ function(fsdp_also_over_gloo name ranks)
 endfunction()
 
 # fsdp_add_whole_test(TEST binary arguments...): adds a whole binary as one test on a GPU, because
-# opening the device takes longer than most cases.
+# opening the device takes longer than most cases. A few of these tests can run side by side.
 function(fsdp_add_whole_test test binary)
   add_test(NAME ${test} COMMAND ${binary} ${ARGN})
   set_tests_properties(

@@ -251,15 +251,15 @@ constexpr std::string_view kSpaces[] = {"\t",     "\n",     "\v",     "\f",     
                                         "\u2028", "\u2029", "\u202f", "\u205f", "\u3000"};
 
 std::string trimmed(std::string_view text) {
-  for (const auto* space = std::begin(kSpaces); space != std::end(kSpaces);) {
-    if (text.starts_with(*space)) {
-      text.remove_prefix(space->size());
-      space = std::begin(kSpaces);
-    } else if (text.ends_with(*space)) {
-      text.remove_suffix(space->size());
-      space = std::begin(kSpaces);
-    } else {
-      ++space;
+  for (size_t before = 0; before != text.size();) {
+    before = text.size();
+    for (const auto space : kSpaces) {
+      if (text.starts_with(space)) {
+        text.remove_prefix(space.size());
+      }
+      if (text.ends_with(space)) {
+        text.remove_suffix(space.size());
+      }
     }
   }
   return std::string(text);

@@ -1,6 +1,6 @@
 #include "cli/text/token_text.h"
 
-#include <cctype>
+#include <charconv>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -31,15 +31,10 @@ std::optional<char> byte_of_entry(std::string_view entry) {
   if (entry.size() != 6 || !entry.starts_with("<0x") || !entry.ends_with('>')) {
     return std::nullopt;
   }
-  int value = 0;
-  for (const char c : entry.substr(3, 2)) {
-    const auto digit = static_cast<unsigned char>(c);
-    if (std::isxdigit(digit) == 0) {
-      return std::nullopt;
-    }
-    value = value * 16 + (std::isdigit(digit) != 0 ? digit - '0' : (digit | 0x20) - 'a' + 10);
-  }
-  return static_cast<char>(value);
+  unsigned value = 0;
+  const auto* end = entry.data() + 5;
+  const auto found = std::from_chars(end - 2, end, value, 16);
+  return found.ptr == end ? std::optional(static_cast<char>(value)) : std::nullopt;
 }
 
 TokenText::TokenText(const Tokenizer& tokenizer, bool begins) : tokenizer_(tokenizer) {

@@ -28,8 +28,8 @@ bool is_space(std::string_view text, size_t at) {
          });
 }
 
-/// What lies behind a text, if the tokens of what follows depend on it.
-Before end_of(const Tokenizer::Parts& parts, std::string_view text) {
+/// What lies before the text that follows `text`, if its tokens depend on that.
+Before before_next(const Tokenizer::Parts& parts, std::string_view text) {
   if (!parts.marks || !parts.marks->depends_on_before()) {
     return Before::kText;
   }
@@ -132,7 +132,8 @@ class Encoder {
 std::vector<int64_t> Tokenizer::encode(std::string_view text, std::string_view before) const {
   const auto bad = first_not_utf8(text);
   check_config(!bad, "the text is not UTF-8 at byte ", bad.value_or(0));
-  return Encoder(*parts_).encode(text, before.empty() ? Before::kNothing : end_of(*parts_, before));
+  return Encoder(*parts_).encode(
+      text, before.empty() ? Before::kNothing : before_next(*parts_, before));
 }
 
 const std::string& Tokenizer::folder() const {

@@ -48,16 +48,17 @@ Float8 Float8::t() const {
   return {data.t(), scale.dim() == 2 ? scale.t() : scale};
 }
 
-at::Tensor float8_scale(
-    const at::Tensor& values, std::optional<int64_t> shared, at::ScalarType dtype) {
+Float8 to_float8(const at::Tensor& values, std::optional<int64_t> shared, at::ScalarType dtype) {
   constexpr double kLeast = 0x1p-100; // so that 1 / scale is finite
-  return powers_of_two(magnitudes(values, shared).div_(largest_of(dtype)).clamp_min_(kLeast));
+  const auto scale =
+      powers_of_two(magnitudes(values, shared).div_(largest_of(dtype)).clamp_min_(kLeast));
+  return to_float8_by(scale, values, dtype);
 }
 
 Float8 to_float8_by(const at::Tensor& scale, const at::Tensor& values, at::ScalarType dtype) {
   const auto wide = values.to(scaled_in(values.scalar_type()));
   auto data = at::empty_like(wide, at::TensorOptions(dtype));
-  // A GPU reads the values and writes float8 in one kernel.
+  // On a GPU one kernel reads the values and writes float8.
   at::mul_out(data, wide, factor_for(scale.reciprocal(), wide.scalar_type()));
   return {data, scale};
 }

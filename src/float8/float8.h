@@ -15,21 +15,16 @@ struct Float8 {
   Float8 t() const;
 };
 
-/// The scales with which values fit into `dtype`, e4m3 or e5m2: the smallest powers of two. Values
-/// along the dim `shared` have one, or all of them if it is empty. It is infinite where one of them
-/// is not finite.
-at::Tensor float8_scale(
-    const at::Tensor& values, std::optional<int64_t> shared, at::ScalarType dtype);
-
-/// Rounds to `dtype`. Where a scale is infinite, all values become NaN.
-Float8 to_float8_by(const at::Tensor& scale, const at::Tensor& values, at::ScalarType dtype);
-
-inline Float8 to_float8(
+/// Rounds to `dtype`, e4m3 or e5m2. Values along the dim `shared` have one scale, or all of them if
+/// it is empty. A scale is the smallest power of two that brings its values into range. If one of
+/// them is not finite, they all become NaN.
+Float8 to_float8(
     const at::Tensor& values,
     std::optional<int64_t> shared,
-    at::ScalarType dtype = at::kFloat8_e4m3fn) {
-  return to_float8_by(float8_scale(values, shared, dtype), values, dtype);
-}
+    at::ScalarType dtype = at::kFloat8_e4m3fn);
+
+/// The same with a scale that is known.
+Float8 to_float8_by(const at::Tensor& scale, const at::Tensor& values, at::ScalarType dtype);
 
 /// Is exact in fp32 and bf16, unless the largest value was rounded up and overflows.
 at::Tensor from_float8(const Float8& values, at::ScalarType dtype);

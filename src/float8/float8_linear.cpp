@@ -27,9 +27,9 @@ Float8 with_aligned_rows(const Float8& matrix) {
   return {bytes.view(matrix.data.scalar_type()), matrix.scale};
 }
 
-/// Saves what backward needs of `x` and the weight, as it is. Backward rounds it anew, because the
-/// weight may be gathered again until then, and because its products add up along the rows. With
-/// one scale for all values, their scales are those of forward.
+/// Saves `x` and the weight as they are, so that autograd keeps no other copy of `x`, and the
+/// weight may be gathered again until backward. Backward rounds both anew. If all values of `x`
+/// share a scale, it is that of forward.
 class Float8Matmul : public torch::autograd::Function<Float8Matmul> {
  public:
   static at::Tensor forward(
@@ -38,17 +38,14 @@ class Float8Matmul : public torch::autograd::Function<Float8Matmul> {
       const at::Tensor& weight,
       int64_t number) {
     const bool by_rows = static_cast<Float8Scaling>(number) == Float8Scaling::rowwise;
-    const auto along_columns = by_rows ? std::optional<int64_t>(1) : std::nullopt;
-    const auto left = to_float8(x, along_columns);
-    const auto right = to_float8(weight, along_columns);
-    const auto saved = [](bool needed, const at::Tensor& tensor) {
-      return needed ? tensor : at::Tensor();
-    };
+    const auto shared = by_rows ? std::optional<int64_t>(1) : std::nullopt;
+    const auto left = to_float8(x, shared);
+    const bool needs_x = weight.requires_grad();
     context->save_for_backward(
-        {saved(weight.requires_grad(), x), saved(weight.requires_grad() && !by_rows, left.scale),
-         saved(x.requires_grad(), weight), saved(x.requires_grad() && !by_rows, right.scale)});
+        {needs_x ? x : at::Tensor(), needs_x && !by_rows ? left.scale : at::Tensor(),
+         x.requires_grad() ? weight : at::Tensor()});
     context->saved_data["by_rows"] = by_rows;
-    return float8_product(left, right.t(), x.scalar_type(), /*fast=*/true);
+    return float8_product(left, to_float8(weight, shared).t(), x.scalar_type(), /*fast=*/true);
   }
 
   static torch::autograd::variable_list backward(
@@ -58,26 +55,30 @@ class Float8Matmul : public torch::autograd::Function<Float8Matmul> {
         "there is no gradient of its gradient; call backward without create_graph, or use a "
         "Linear");
     const auto saved = context->get_saved_variables();
-    const bool by_rows = context->saved_data["by_rows"].toBool();
-    // x and weight, rounded along their rows
-    const auto again = [&](const at::Tensor& matrix, const at::Tensor& scale) {
-      return by_rows ? to_float8(matrix, 0) : to_float8_by(scale, matrix, at::kFloat8_e4m3fn);
-    };
+    const auto& x = saved[0];
+    const auto& scale_of_x = saved[1];
+    const auto& weight = saved[2];
     const auto& grad = grads[0];
-    const auto grad_dtype = by_rows ? at::kFloat8_e4m3fn : at::kFloat8_e5m2;
-    const auto along_columns =
-        to_float8(grad, by_rows ? std::optional<int64_t>(1) : std::nullopt, grad_dtype);
+    const bool by_rows = context->saved_data["by_rows"].toBool();
+    // Each product has scales along the dim over which it adds up, or the same one for both.
+    const auto with_one_scale =
+        by_rows ? Float8() : to_float8(grad, std::nullopt, at::kFloat8_e5m2);
+    const auto rounded_grad = [&](int64_t dim) {
+      return by_rows ? to_float8(grad, dim) : with_one_scale;
+    };
+    const auto shared = by_rows ? std::optional<int64_t>(0) : std::nullopt;
     at::Tensor grad_x;
     at::Tensor grad_weight;
     if (context->needs_input_grad(0)) {
       grad_x = float8_product(
-          along_columns, again(saved[2], saved[3]), grad.scalar_type(), /*fast=*/false);
+          rounded_grad(1), to_float8(weight, shared), grad.scalar_type(), /*fast=*/false);
     }
     if (context->needs_input_grad(1)) {
-      const auto along_rows = by_rows ? to_float8(grad, 0, grad_dtype) : along_columns;
+      const auto right =
+          by_rows ? to_float8(x, shared) : to_float8_by(scale_of_x, x, at::kFloat8_e4m3fn);
       grad_weight = float8_product(
-          with_aligned_rows(along_rows).t(), with_aligned_rows(again(saved[0], saved[1])),
-          grad.scalar_type(), /*fast=*/false);
+          with_aligned_rows(rounded_grad(0)).t(), with_aligned_rows(right), grad.scalar_type(),
+          /*fast=*/false);
     }
     return {grad_x, grad_weight, {}};
   }

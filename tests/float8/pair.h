@@ -11,8 +11,8 @@ namespace fsdp::test {
 inline const std::vector<Float8Scaling> kScalings{
     Float8Scaling::tensorwise, Float8Scaling::rowwise};
 
-// Multiples of 16, which GPUs need; half of the second one is, too. Over three ranks its shards are
-// uneven.
+// Multiples of 16, which GPUs need, also after two ranks of tensor parallelism have divided the
+// second one. Over three ranks its shards are uneven.
 inline constexpr int64_t kDim = 48;
 inline constexpr int64_t kHidden = 64;
 
