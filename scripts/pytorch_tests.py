@@ -43,7 +43,7 @@ def prepare() -> None:
         ddp = importlib.import_module("torch.distributed._composable.replicate")  # `import as` gives the function
         replicate = ddp.replicate
         ddp.replicate = functools.wraps(replicate)(lambda *args, device_ids=None, **rest: replicate(*args, **rest))
-        importlib.import_module("torch.distributed._composable").replicate = ddp.replicate  # bound before
+        importlib.import_module("torch.distributed._composable").replicate = ddp.replicate  # tests import this one
     if os.environ["FSDP_TEST_ENGINE"] == "fsdp_cpp":
         import fsdp_cpp
 

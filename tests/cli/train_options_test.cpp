@@ -412,6 +412,7 @@ TEST(TrainScreen, GenerateGoesOnFromACheckpoint) {
   EXPECT_EQ(run(cold).output, run(coldest).output);
   const auto none = run({"generate", "--checkpoint", "/no/such/run"});
   EXPECT_EQ(none.exit_code, 2);
+  EXPECT_TRUE(contains(none.output, "--checkpoint: /no/such/run is not a checkpoint, and "));
   EXPECT_TRUE(contains(none.output, " has no complete one"));
 }
 

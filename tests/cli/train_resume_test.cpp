@@ -299,6 +299,7 @@ TEST(TrainResume, RefusesACheckpointOfAnotherRun) {
   std::ofstream(other) << std::string(5000, 'x');
   refused_with("--data", other, "--data: the text of " + other + " is not the one that ");
   refused({"--run", run_folder}, "earlier run; continue that run with --resume ");
+  refused({"--resume", folder}, "--resume: " + folder + " is not a checkpoint, and ");
   refused({"--resume", folder}, " has no complete one");
   refused({"--keep", "0"}, "--keep 0: it must be 1 or more");
   refused({"--keep-every", "-1"}, "--keep-every -1: it must be 0 or more");
