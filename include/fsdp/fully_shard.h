@@ -17,6 +17,7 @@
 #include <fsdp/export.h>
 #include <fsdp/hooked.h>
 #include <fsdp/module_ref.h>
+#include <fsdp/param.h>
 #include <fsdp/policy.h>
 #include <fsdp/sharding_plan.h>
 
@@ -150,6 +151,11 @@ class FSDP_API FSDPModule {
   /// has replicas.
   void set_all_reduce_hook(
       const std::function<void(at::Tensor&)>& hook, std::optional<c10::Stream> stream = {});
+  /// `hook` gets the gradients of each group as soon as a backward has completed them, while it
+  /// goes on to the next group. The hook may hand them to a thread that updates the parameters and
+  /// clears the gradients; see optim::StepInBackward. An empty function removes the hook. Throws
+  /// ValueError if there is one already.
+  void set_reduced_grads_hook(const ReducedGradsHook& hook, bool recurse = true);
   /// Takes communication buffers from the process group's own memory, if its backend has such
   /// memory.
   void set_allocate_memory_from_process_group_for_comm(bool enable);

@@ -4,6 +4,8 @@
 
 #include <functional>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include <fsdp/dtensor.h>
 #include <fsdp/export.h>
@@ -35,5 +37,15 @@ class FSDP_API RemovableHandle {
 /// parameter, after the reduction. The hook may step an optimizer and clear the gradient.
 FSDP_API RemovableHandle register_post_accumulate_grad_hook(
     const at::Tensor& param, std::function<void(const at::Tensor&)> hook);
+
+/// Gradients of shards to which no backward will add before the next step of an optimizer.
+struct ReducedGrads {
+  std::vector<at::Tensor> params; // `grad()` of each is set
+  /// Blocks until the gradients are written: they may still be on their way from the device.
+  std::function<void()> wait;
+  /// Hold it until the parameters are updated. Until then, whoever else uses them gets an error.
+  std::shared_ptr<void> in_use;
+};
+using ReducedGradsHook = std::function<void(ReducedGrads)>;
 
 } // namespace fsdp

@@ -1,5 +1,6 @@
 #include "group/comm_context.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace fsdp::detail {
@@ -96,6 +97,16 @@ std::shared_ptr<ForwardRecord> CommContext::forward_before(const ForwardRecord& 
     }
   }
   return nullptr;
+}
+
+bool CommContext::expects_backward(const FSDPParamGroup& group) const {
+  return std::any_of(order_.begin(), order_.end(), [&](const auto& weak) {
+    const auto record = weak.lock();
+    return record && !record->is_over &&
+           std::any_of(record->groups.begin(), record->groups.end(), [&](const auto& used) {
+             return used.lock().get() == &group;
+           });
+  });
 }
 
 void CommContext::reset() {

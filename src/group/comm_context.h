@@ -99,6 +99,8 @@ class CommContext {
   void record_forward(const std::shared_ptr<ForwardRecord>& record);
   /// The last forward before this one whose backward may still come, or null.
   std::shared_ptr<ForwardRecord> forward_before(const ForwardRecord& record) const;
+  /// True if a backward may still go through a forward of this group.
+  bool expects_backward(const FSDPParamGroup& group) const;
   /// For tests: returns the number of forwards that are recorded.
   size_t num_recorded() const {
     return order_.size();

@@ -359,6 +359,7 @@ ShardingPlan::Group FlatParams::plan() const {
   ShardingPlan::Group plan;
   plan.num_params = static_cast<int64_t>(params_.size());
   plan.shard_bytes = static_cast<int64_t>(shard_.nbytes());
+  plan.on_host = home().is_cpu() && has_streams(compute_device_);
   for (const auto& param : params_) {
     const auto size = static_cast<int64_t>(c10::elementSize(gather_dtype(*param)));
     const auto numel = c10::multiply_integers(param->geometry().sizes);

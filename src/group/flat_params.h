@@ -73,6 +73,10 @@ class FlatParams {
   const at::Tensor& shard() const {
     return shard_;
   }
+  /// Where the shards belong.
+  c10::Device home() const {
+    return offload_ ? c10::Device(c10::kCPU) : compute_device_;
+  }
   const std::optional<CPUOffloadPolicy>& offload() const {
     return offload_;
   }

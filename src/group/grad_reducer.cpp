@@ -2,6 +2,7 @@
 #include "group/grad_reducer.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -98,6 +99,7 @@ void GradReducer::drop_grads() {
     param->drop_unsharded_grad();
     param->partial_grad = at::Tensor();
   }
+  unreported_.clear();
 }
 
 void GradReducer::wait_for_host_copies() {
@@ -135,7 +137,7 @@ bool GradReducer::is_reduced(const FSDPParam& param) const {
 
 // ------------------------------------------------------------ Start
 
-void GradReducer::start(ReductionQueue& queue) {
+void GradReducer::start(ReductionQueue& queue, bool is_last) {
   std::vector<at::ScalarType> dtypes; // each is reduced by itself
   for (const auto& param : flat_.params()) {
     const auto dtype = wire_dtype(*param);
@@ -144,7 +146,7 @@ void GradReducer::start(ReductionQueue& queue) {
     }
   }
   for (const auto dtype : dtypes) {
-    start(queue, dtype);
+    start(queue, dtype, is_last);
   }
 }
 
@@ -166,10 +168,11 @@ Reduction GradReducer::take_grads(at::ScalarType dtype, std::vector<ReduceInput>
   return reduction;
 }
 
-void GradReducer::start(ReductionQueue& queue, at::ScalarType dtype) {
+void GradReducer::start(ReductionQueue& queue, at::ScalarType dtype, bool is_last) {
   at::NoGradGuard no_grad;
   std::vector<ReduceInput> inputs;
   auto reduction = take_grads(dtype, inputs);
+  reduction.is_last = is_last;
   if (flat_.alone() && !replicas_ && !all_reduce_hook_) {
     add_grads_alone(reduction, inputs, dtype);
     return;
@@ -214,6 +217,7 @@ void GradReducer::add_grads_alone(
     }
     reduction.params[i]->add_sharded_grad(grad.to(reduction.params[i]->sharded().options()));
   }
+  grads_finished(reduction);
 }
 
 // ------------------------------------------------------------ Finish
@@ -282,6 +286,43 @@ void GradReducer::finish_grads(Reduction& reduction) {
   for_each_part(flat, reduction.params, [](FSDPParam& param, const at::Tensor& part) {
     param.add_sharded_grad(part.scalar_type() == param.dtype() ? part : part.to(param.dtype()));
   });
+  grads_finished(reduction);
+}
+
+void GradReducer::grads_finished(const Reduction& reduction) {
+  if (reduced_grads_hook_) {
+    unreported_.insert(unreported_.end(), reduction.params.begin(), reduction.params.end());
+    if (reduction.is_last) {
+      report_complete();
+    }
+  }
+}
+
+void GradReducer::report_complete() {
+  if (unreported_.empty()) {
+    return;
+  }
+  ReducedGrads grads;
+  grads.in_use = std::make_shared<int>();
+  {
+    const auto held = unreported_.front()->user().begin();
+    std::set<const FSDPParam*> seen;
+    for (auto* param : std::exchange(unreported_, {})) {
+      const auto& tensor = param->user().tensor();
+      if (tensor.grad().defined() && seen.insert(param).second) { // else somebody has cleared it
+        grads.params.push_back(tensor);
+        param->update = grads.in_use;
+      }
+    }
+  }
+  if (!grads.params.empty()) {
+    const auto device = flat_.device();
+    grads.wait = [device, written = StreamEvent::of(optional_current_stream(device))] {
+      const c10::DeviceGuard guard(device);
+      written.synchronize();
+    };
+    reduced_grads_hook_(std::move(grads));
+  }
 }
 
 /// True if all that is left to do is a copy to the host that the host does not wait for. Then
@@ -326,6 +367,19 @@ void GradReducer::set_all_reduce_hook(
   TORCH_CHECK_VALUE(!stream || !replicas_, "stream cannot be set when using native HSDP");
   all_reduce_hook_ = std::move(hook);
   all_reduce_hook_stream_ = stream && has_streams(stream->device()) ? stream : std::nullopt;
+}
+
+void GradReducer::check_updated() const {
+  if (reduced_grads_hook_) {
+    for (const auto& param : flat_.params()) {
+      param->check_updated("[fully_shard]");
+    }
+  }
+}
+
+void GradReducer::set_reduced_grads_hook(ReducedGradsHook hook) {
+  reduced_grads_hook_ = std::move(hook);
+  unreported_.clear();
 }
 
 void GradReducer::set_separate_group(bool enable) {

@@ -1,9 +1,12 @@
 #pragma once
 
+#include <fsdp/param.h>
+
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "collective/comm.h"
 #include "group/flat_params.h"
@@ -31,8 +34,11 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   /// Casts the gradients to the dtype of the reduction, in which later microbatches add to them.
   void accumulate();
   /// Starts the reduction of the gradients that backward has left. Collective if there are any.
-  void start(ReductionQueue& queue);
+  /// With `is_last` no other reduction will add to them.
+  void start(ReductionQueue& queue, bool is_last);
   void drop_grads();
+  /// Tells the user of the gradients that are complete now. Does nothing without a hook.
+  void report_complete();
   /// Waits until offloaded gradients are on the host.
   void wait_for_host_copies();
 
@@ -55,6 +61,13 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   /// The hook gets the flat reduced gradients, and may reduce them further. It runs on `stream` if
   /// there is one. Throws ValueError if there is one and there are replicas.
   void set_all_reduce_hook(std::function<void(at::Tensor&)> hook, OptionalStream stream);
+  /// The hook is told of gradients that are complete.
+  void set_reduced_grads_hook(ReducedGradsHook hook);
+  bool has_reduced_grads_hook() const {
+    return reduced_grads_hook_ != nullptr;
+  }
+  /// Throws if the hook has not updated all parameters yet.
+  void check_updated() const;
   /// Gives reductions a process group of their own. Collective.
   void set_separate_group(bool enable);
 
@@ -68,12 +81,13 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   at::ScalarType wire_dtype(const FSDPParam& param) const;
   bool is_reduced(const FSDPParam& param) const;
   Reduction take_grads(at::ScalarType dtype, std::vector<ReduceInput>& inputs) const;
-  void start(ReductionQueue& queue, at::ScalarType dtype);
+  void start(ReductionQueue& queue, at::ScalarType dtype, bool is_last);
   void add_grads_alone(
       const Reduction& reduction, const std::vector<ReduceInput>& inputs, at::ScalarType dtype);
   void call_all_reduce_hook(at::Tensor& flat, const OptionalStream& current);
   bool finishes_on_stream(const Reduction& reduction) const;
   void finish_grads(Reduction& reduction);
+  void grads_finished(const Reduction& reduction);
   at::Tensor to_shards(const at::Tensor& flat, const Reduction& reduction);
 
   FlatParams& flat_;
@@ -85,6 +99,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::function<void(at::Tensor&)> all_reduce_hook_;
   OptionalStream all_reduce_hook_stream_;
   StreamEvent grads_on_host_;
+  ReducedGradsHook reduced_grads_hook_;
+  std::vector<FSDPParam*> unreported_; // reduced since the hook was called
 };
 
 } // namespace fsdp::detail

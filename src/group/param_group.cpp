@@ -290,6 +290,7 @@ void FSDPParamGroup::drop_gather() {
 void FSDPParamGroup::pre_forward(bool entering) {
   const Range range("pre_forward", label_);
   if (entering) {
+    reducer_->check_updated();
     whole_before_forward_ = state_ == ParamsState::Unsharded;
     check_no_step(); // the forward before may have had no backward
   }
@@ -338,7 +339,7 @@ void FSDPParamGroup::prefetch(UnshardFor purpose) {
   unshard(purpose);
 }
 
-void FSDPParamGroup::post_backward(bool keep) {
+void FSDPParamGroup::post_backward(bool is_last, bool keep) {
   const Range range("post_backward", label_);
   {
     const Range accumulating("post_backward_accumulate", label_);
@@ -361,7 +362,9 @@ void FSDPParamGroup::post_backward(bool keep) {
       comm->reductions.make_room();
     }
     const Range reducing("post_backward_reduce", label_);
-    reducer_->start(comm->reductions);
+    const bool is_complete = reducer_->has_reduced_grads_hook() && is_last && !kept_for_graph_ &&
+                             !comm->expects_backward(*this);
+    reducer_->start(comm->reductions, is_complete);
   }
   record_event(EventLog::Kind::PostBackward, name_, TrainingState::PostBackward);
 }
@@ -392,6 +395,9 @@ void FSDPParamGroup::end_backward(bool is_last, bool keep) {
   const bool complete = is_last && reduce_grads && (!replicas_ || reducer_->all_reduce_grads);
   if (state_ == ParamsState::Kept && complete) {
     enter(ParamsState::Outdated);
+  }
+  if (complete) { // also of groups whose last forward has no backward
+    reducer_->report_complete();
   }
 }
 

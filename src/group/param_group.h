@@ -62,6 +62,10 @@ class FSDPParamGroup {
   const std::vector<std::unique_ptr<FSDPParam>>& params() const {
     return flat_.params();
   }
+  /// Where the shards belong: offloaded ones on the host, others on the device of the mesh.
+  c10::Device home() const {
+    return flat_.home();
+  }
   /// The number of ranks that hold the shards.
   int size() const {
     return flat_.ranks().size();
@@ -118,10 +122,10 @@ class FSDPParamGroup {
   /// Starts an unshard that somebody will wait for later.
   void prefetch(UnshardFor purpose);
   /// Reshards, then starts the reduction of the gradients that backward has left: so the whole
-  /// parameters are not in memory beside the buffers of the reduction. With `keep` the modules go
-  /// on seeing whole parameters: backward made a graph of them (create_graph), whose own backward
-  /// is to come.
-  void post_backward(bool keep = false);
+  /// parameters are not in memory beside the buffers of the reduction. `is_last` is false if more
+  /// backwards follow before an optimizer steps. With `keep` the modules go on seeing whole
+  /// parameters: backward made a graph of them (create_graph), whose own backward is to come.
+  void post_backward(bool is_last = true, bool keep = false);
   /// The modules see shards, unless `keep`. After the last backward no gather is under way.
   void end_backward(bool is_last, bool keep = false);
   /// Forgets a gather that a forward prefetched and nobody used.

@@ -19,6 +19,7 @@ struct Reduction {
   ReduceRequest request;
   std::vector<FSDPParam*> params;
   bool all_reduce = true;          // over the replicas, in this backward
+  bool is_last = false;            // of these parameters before an optimizer may step
   bool grads_are_enqueued = false; // behind the reduce-scatter, on its stream
 };
 

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include "base/text.h"
 #include "module/module_tree.h"
 
 namespace fsdp {
@@ -202,6 +203,16 @@ void FSDPModule::set_all_reduce_hook(
   for (const auto& group : state()->groups()) {
     group->reducer().set_all_reduce_hook(hook, stream);
   }
+}
+
+void FSDPModule::set_reduced_grads_hook(const ReducedGradsHook& hook, bool recurse) {
+  for_each_group(recurse, [&](auto& group) { // all checks come before the first change
+    TORCH_CHECK_VALUE(
+        !hook || !group.reducer().has_reduced_grads_hook(), "[FSDPModule] the gradients of ",
+        detail::module_text(group.name()),
+        " have a hook already; remove it with an empty function first");
+  });
+  for_each_group(recurse, [&](auto& group) { group.reducer().set_reduced_grads_hook(hook); });
 }
 
 void FSDPModule::set_allocate_memory_from_process_group_for_comm(bool enable) {

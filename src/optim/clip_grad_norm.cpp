@@ -80,7 +80,11 @@ std::vector<Part> parts_of(const std::vector<at::Tensor>& params) {
     TORCH_CHECK_VALUE(
         params[i].defined(), "[clip_grad_norm_] parameter #", i, " is an undefined tensor");
     if (seen.insert(params[i].unsafeGetTensorImpl()).second) {
-      parts.push_back({i, params[i], FSDPParam::find(params[i]), params[i].grad()});
+      const auto* manager = FSDPParam::find(params[i]);
+      if (manager) {
+        manager->check_updated("[clip_grad_norm_]");
+      }
+      parts.push_back({i, params[i], manager, params[i].grad()});
       check_grad(parts.back());
     }
   }

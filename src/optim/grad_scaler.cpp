@@ -19,6 +19,7 @@
 #include <tuple>
 #include <vector>
 
+#include "param/fsdp_param.h"
 #include "param/param_placement.h"
 
 namespace fsdp {
@@ -61,6 +62,9 @@ GradLists grad_lists(const ParamGroups& groups) {
     const auto& params = groups[group].params();
     for (const auto index : c10::irange(params.size())) {
       const auto& param = params[index];
+      if (const auto* manager = detail::FSDPParam::find(param)) {
+        manager->check_updated("[GradScaler]");
+      }
       const auto& grad = param.grad();
       if (grad.defined() && seen.insert(param.unsafeGetTensorImpl()).second) {
         check_grad(param, group, index);

@@ -312,6 +312,12 @@ void FSDPParam::add_sharded_grad(const at::Tensor& grad) {
   }
 }
 
+void FSDPParam::check_updated(const char* api) const {
+  TORCH_CHECK(
+      update.expired(), api, " parameter '", name(),
+      "' is still being updated by the StepInBackward; call its finish() after each backward");
+}
+
 // ------------------------------------------------------------ Extension
 
 AllGatherInfo FSDPParam::gather_info() const {

@@ -167,6 +167,10 @@ class FSDPParam {
   at::Tensor partial_grad;
   /// Adds `grad` to the user's `.grad`. Then calls the parameter's post-accumulate-grad hooks.
   void add_sharded_grad(const at::Tensor& grad);
+  /// Is alive while a thread updates the shard during backward, see ReducedGrads.
+  std::weak_ptr<void> update;
+  /// Throws if `update` is alive. The message begins with `api`.
+  void check_updated(const char* api) const;
 
   // ---- Extension
 

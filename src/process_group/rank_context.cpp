@@ -42,7 +42,7 @@ void set_process_context(std::shared_ptr<RankContext> context) {
 }
 
 void set_thread_context(std::shared_ptr<RankContext> context) {
-  count_memory_of_thread(/*own_counter=*/context != nullptr);
+  count_memory_of_thread(context ? context->memory : nullptr);
   of_thread = std::move(context);
 }
 

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "process_group/group_state.h"
+#include "runtime/counting_allocator.h"
 
 namespace fsdp::detail {
 
@@ -15,6 +16,7 @@ struct RankContext {
   int local_rank = 0;
   bool from_run_ranks = false;
   std::shared_ptr<void> membership; // leaves the world when destroyed; null if ranks are processes
+  MemoryCounter* memory = nullptr;  // of a rank that is a thread; else that of the process
 };
 
 /// Makes a context in a world of `world_size` ranks, whose groups `factory` makes.
@@ -27,6 +29,7 @@ std::shared_ptr<RankContext> current_context();
 /// Returns the context of the process, also in threads that are ranks. Null if there is none.
 std::shared_ptr<RankContext> process_context();
 void set_process_context(std::shared_ptr<RankContext> context);
+/// The calling thread acts as this rank until it is given null.
 void set_thread_context(std::shared_ptr<RankContext> context);
 
 } // namespace fsdp::detail

@@ -86,9 +86,12 @@ MemoryCounter& memory_counter() {
   return thread_counter ? *thread_counter : process_counter;
 }
 
-void count_memory_of_thread(bool own_counter) {
-  // Never freed: blocks may outlive their rank and all static objects.
-  thread_counter = own_counter ? new MemoryCounter : nullptr;
+MemoryCounter& new_memory_counter() {
+  return *new MemoryCounter;
+}
+
+void count_memory_of_thread(MemoryCounter* counter) {
+  thread_counter = counter;
 }
 
 void count_cpu_memory() {

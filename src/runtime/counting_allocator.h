@@ -39,8 +39,11 @@ void count_cpu_memory();
 /// the counter of the process. Counters are never destroyed, so an address identifies a rank.
 MemoryCounter& memory_counter();
 
-/// If `own_counter`, the calling thread is a rank from now on and gets a new counter of its own.
-/// Otherwise it uses the counter of the process.
-void count_memory_of_thread(bool own_counter);
+/// A counter for a rank that is a thread. It lives as long as the process, because blocks may
+/// outlive their rank and all static objects.
+MemoryCounter& new_memory_counter();
+
+/// From now on, the calling thread's memory is counted here. Null is the counter of the process.
+void count_memory_of_thread(MemoryCounter* counter);
 
 } // namespace fsdp::detail

@@ -94,7 +94,7 @@ void FSDPState::post_backward() {
     training_state_ = TrainingState::PostBackward;
   }
   for (auto group = groups_.rbegin(); group != groups_.rend(); ++group) {
-    (*group)->post_backward(/*keep=*/context_->creates_graph);
+    (*group)->post_backward(context_->is_last_backward, /*keep=*/context_->creates_graph);
   }
 }
 
@@ -139,7 +139,7 @@ void FSDPState::finish_states(
       auto& group = **it;
       const bool late = group.reduce_grads && group.reducer().has_grads();
       if (state->training_state_ != TrainingState::PostBackward || late) {
-        group.post_backward(keep);
+        group.post_backward(context.is_last_backward, keep);
       }
     }
     state->training_state_ = TrainingState::Idle;

@@ -323,6 +323,7 @@ void FSDPState::check_outputs(const std::vector<at::Tensor*>& outputs) const {
 
 void FSDPState::unshard() {
   for (const auto& group : groups_) {
+    group->reducer().check_updated();
     group->unshard(UnshardFor::User);
   }
 }
@@ -340,6 +341,7 @@ void FSDPState::reshard() {
       "its parameters; do that after backward");
   const bool inside_forward = training_state_ == TrainingState::Forward;
   for (const auto& group : groups_) {
+    group->reducer().check_updated();
     group->reshard(inside_forward ? ReshardAfter::Forward : ReshardAfter::User);
   }
 }

@@ -67,6 +67,9 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   const Groups& groups() const {
     return groups_;
   }
+  c10::Device device() const {
+    return device_;
+  }
 
   const CommContext& comm() const {
     return *comm_;

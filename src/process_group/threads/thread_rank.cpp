@@ -42,6 +42,7 @@ void become_rank(const std::shared_ptr<ThreadWorld>& world, int rank, bool from_
   auto context = make_context(std::make_shared<ThreadFactory>(world, rank), world->size(), rank);
   context->membership = std::move(membership);
   context->from_run_ranks = from_run_ranks;
+  context->memory = &new_memory_counter();
   // Backward must run in the rank's own thread, because its hooks call collectives.
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
   set_thread_context(std::move(context));
