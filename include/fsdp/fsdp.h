@@ -11,6 +11,7 @@
 #include <fsdp/clip_grad_norm.h>
 #include <fsdp/comm.h>
 #include <fsdp/debug.h>
+#include <fsdp/device_budget.h>
 #include <fsdp/device_mesh.h>
 #include <fsdp/distributed.h>
 #include <fsdp/dtensor.h>
@@ -36,6 +37,7 @@
 #include <fsdp/reduce_op.h>
 #include <fsdp/sharding_plan.h>
 #include <fsdp/state_dict.h>
+#include <fsdp/step_in_backward.h>
 #include <fsdp/tensor_parallel.h>
 #include <fsdp/tie_weights.h>
 #include <fsdp/trace.h>

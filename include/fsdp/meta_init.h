@@ -38,6 +38,9 @@ class FSDP_API MetaInit {
 /// The first forward throws if a parameter or buffer has not been written to by then, and names
 /// it.
 FSDP_API void to_empty(ModuleRef module, c10::Device device);
+/// Does the same, each tensor on the device where it belongs: offloaded shards on the host, all
+/// other tensors on the device of the mesh. Throws ValueError if `module` is not sharded.
+FSDP_API void to_empty(ModuleRef module);
 
 /// Calls `fill(fqn, param)` for every parameter at and below `module`. `param` is the whole
 /// parameter, and `fill` must write all of it in place. Only this rank's part is kept, and only

@@ -9,6 +9,7 @@
 #include <variant>
 #include <vector>
 
+#include <fsdp/device_budget.h>
 #include <fsdp/device_mesh.h>
 #include <fsdp/export.h>
 #include <fsdp/placement.h>
@@ -69,6 +70,11 @@ struct CPUOffloadPolicy {
   /// Use page-locked memory, so that copies overlap with compute. Has no effect without an
   /// accelerator.
   bool pin_memory = true;
+  /// Groups stay on the device as long as they fit into this budget; later ones that do not are
+  /// offloaded. Make one policy and give it to all calls for a model. Shard the layers in the order
+  /// of forward: the first ones, whose gradients come last, should stay on the device. Without a
+  /// budget all groups are offloaded.
+  std::optional<DeviceBudget> budget = {};
 };
 using AnyOffloadPolicy = std::variant<OffloadPolicy, CPUOffloadPolicy>;
 

@@ -18,6 +18,7 @@ struct FSDP_API ShardingPlan {
     int64_t num_params = 0; // how many parameters, not their elements
     int64_t numel = 0; // elements of the whole parameters; of tensor parallelism, this rank's part
     int64_t shard_bytes = 0;    // while sharded, with padding
+    bool on_host = false;       // shards, gradients and optimizer states are offloaded
     int64_t gathered_bytes = 0; // while gathered, in the dtype of compute, before alignment
     int64_t padding_bytes = 0;  // in `gathered_bytes`, so that all ranks have the same
     // How many collectives, and the bytes of all of them: of a rank's two buffers, the larger one.

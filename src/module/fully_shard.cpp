@@ -196,6 +196,36 @@ int64_t whole_numel(const at::Tensor& param) {
   return piece ? c10::multiply_integers(piece->spec().sizes) : param.numel();
 }
 
+/// The bytes of one rank's shards, their gradients and the states of an optimizer: the same on all
+/// ranks that shard the parameters together.
+int64_t bytes_between_steps(
+    const std::vector<detail::ParamSpec>& params,
+    const detail::DataParallelMesh& over,
+    int num_states) {
+  int64_t bytes = 0;
+  for (const auto& [param, name, dim, opaque] : params) {
+    const auto geometry = detail::shard_geometry(
+        name, param.sizes().vec(), dim, over.shard_group.size(), over.shard_group.rank());
+    const auto copies = param.requires_grad() ? 2 + num_states : 1;
+    bytes += copies * geometry.padded_numel * static_cast<int64_t>(param.element_size());
+  }
+  return bytes;
+}
+
+/// The policy of one group: it is not offloaded if it fits into the budget.
+AnyOffloadPolicy offload_policy_of(
+    const std::vector<detail::ParamSpec>& params,
+    const detail::DataParallelMesh& over,
+    const AnyOffloadPolicy& policy) {
+  const auto* offload = std::get_if<CPUOffloadPolicy>(&policy);
+  if (!offload || !offload->budget) {
+    return policy;
+  }
+  const auto& budget = *offload->budget;
+  const bool fits = budget.take(bytes_between_steps(params, over, budget.states()));
+  return fits ? AnyOffloadPolicy(OffloadPolicy{}) : policy;
+}
+
 /// Makes one group per mesh, in the order in which the parameters use the meshes.
 FSDPState::Groups make_groups(
     const std::vector<Candidate>& params,
@@ -240,15 +270,16 @@ FSDPState::Groups make_groups(
           "' is not; give all of them memory (fsdp::to_empty), or none");
     }
   }
-  const bool offload = std::holds_alternative<CPUOffloadPolicy>(options.offload_policy);
   FSDPState::Groups groups;
   for (const auto& [over, specs] : by_mesh) {
-    const auto home = offload ? at::kCPU : detail::current_device(over.mesh.device_type());
+    const auto offload = offload_policy_of(specs, over, options.offload_policy);
+    const bool on_host = std::holds_alternative<CPUOffloadPolicy>(offload);
+    const auto home = on_host ? at::kCPU : detail::current_device(over.mesh.device_type());
     for (const auto& spec : specs) {
       move_to(spec.param, home);
     }
     const detail::GroupPolicy policy{
-        options.mp_policy, options.offload_policy,
+        options.mp_policy, offload,
         /*from_first_replica=*/is_of_small_params(over)};
     auto group = std::make_shared<FSDPParamGroup>(specs, over, name, policy);
     group->set_ranks_after_forward(ranks_after_forward(over));

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -69,6 +70,21 @@ void give_memory(const at::Tensor& tensor, c10::Device device) {
   }
 }
 
+/// Gives memory to all tensors of the module that have none, each on `device_of` it.
+template <class DeviceOf>
+void allocate(torch::nn::Module& module, const DeviceOf& device_of) {
+  at::NoGradGuard no_grad;
+  c10::InferenceMode not_inference(false);
+  for (const auto& tensors : {detail::named_parameters(module), detail::named_buffers(module)}) {
+    for (const auto& [name, tensor] : tensors) {
+      if (tensor.is_meta()) { // false at the second name of a shared tensor
+        give_memory(tensor, device_of(tensor));
+        detail::set_unfilled(tensor);
+      }
+    }
+  }
+}
+
 void check_initializable(const std::vector<std::pair<std::string, at::Tensor>>& params) {
   std::vector<std::string> on_meta;
   for (const auto& [name, param] : params) {
@@ -96,16 +112,27 @@ MetaInit::~MetaInit() = default;
 void to_empty(ModuleRef module, c10::Device device) {
   TORCH_CHECK_VALUE(
       !device.is_meta(), "[to_empty] the meta device has no memory: name the one to train on");
-  at::NoGradGuard no_grad;
-  c10::InferenceMode not_inference(false);
-  for (const auto& tensors : {detail::named_parameters(*module), detail::named_buffers(*module)}) {
-    for (const auto& [name, tensor] : tensors) {
-      if (tensor.is_meta()) { // false at the second name of a shared tensor
-        give_memory(tensor, device);
-        detail::set_unfilled(tensor);
+  allocate(*module, [&](const at::Tensor&) { return device; });
+}
+
+void to_empty(ModuleRef module) {
+  const auto nodes = detail::subtree_of(*module).nodes;
+  TORCH_CHECK_VALUE(
+      !nodes.empty(), "[to_empty] nothing in this ", detail::type_name(*module),
+      " is sharded; call fully_shard first, or name a device");
+  std::unordered_map<const at::TensorImpl*, c10::Device> homes;
+  for (const auto& node : nodes) {
+    for (const auto& group : node.state->groups()) {
+      for (const auto& param : group->params()) {
+        homes.emplace(param->tensor().unsafeGetTensorImpl(), group->home());
       }
     }
   }
+  const auto device = nodes.front().state->device();
+  allocate(*module, [&](const at::Tensor& tensor) {
+    const auto home = homes.find(tensor.unsafeGetTensorImpl());
+    return home == homes.end() ? device : home->second;
+  });
 }
 
 void init_parameters(

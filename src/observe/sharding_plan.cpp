@@ -43,7 +43,7 @@ std::string ShardingPlan::str() const {
     };
     rows.push_back(
         {name, std::to_string(group.num_params), std::to_string(group.numel),
-         mib(group.shard_bytes), mib(group.gathered_bytes),
+         (group.on_host ? "on host " : "") + mib(group.shard_bytes), mib(group.gathered_bytes),
          traffic(group.all_gathers, group.all_gather_bytes),
          traffic(group.reduce_scatters, group.reduce_scatter_bytes),
          traffic(group.all_reduces, group.all_reduce_bytes)});

@@ -29,6 +29,7 @@ MAY_INCLUDE["optim"] = MAY_INCLUDE["param"] | {"param"}
 MAY_INCLUDE["state"] = MAY_INCLUDE["group"] | {"group"}
 MAY_INCLUDE["module"] = MAY_INCLUDE["state"] | {"state"}
 MAY_INCLUDE["float8"] = MAY_INCLUDE["module"] | {"module"}
+MAY_INCLUDE["offload"] = MAY_INCLUDE["module"] | {"module", "optim"}
 MAY_INCLUDE["parallel"] = MAY_INCLUDE["module"] | {"module"}
 MAY_INCLUDE["state_dict"] = MAY_INCLUDE["module"] | {"module", "optim"}
 MAY_INCLUDE["checkpoint"] = MAY_INCLUDE["tensor"] | {"tensor", "state_dict"}
@@ -42,6 +43,7 @@ PUBLIC = {
     "clip_grad_norm.h": "optim",
     "comm.h": "collective",
     "debug.h": "observe",
+    "device_budget.h": "param",
     "device_mesh.h": "mesh",
     "distributed.h": "process_group",
     "dtensor.h": "tensor",
@@ -78,6 +80,7 @@ PUBLIC = {
     "redistribute.h": "parallel",
     "reduce_op.h": "layout",
     "state_dict.h": "state_dict",
+    "step_in_backward.h": "offload",
     "tensor_parallel.h": "parallel",
     "tie_weights.h": "module",
     "trace.h": "observe",

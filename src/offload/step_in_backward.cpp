@@ -1,0 +1,295 @@
+#include <fsdp/step_in_backward.h>
+
+#include <ATen/ATen.h>
+#include <c10/util/ScopeExit.h>
+#include <fsdp/muon.h>
+#include <torch/optim/lbfgs.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "param/param_placement.h"
+#include "process_group/rank_context.h"
+
+namespace fsdp::optim {
+
+namespace {
+
+using Params = std::vector<at::Tensor>;
+
+void check_steps_on_some_parameters(const torch::optim::Optimizer& optimizer) {
+  TORCH_CHECK_VALUE(
+      !dynamic_cast<const Muon*>(&optimizer),
+      "[StepInBackward] Muon exchanges the matrices of all groups in one step; call its step() "
+      "after backward");
+  TORCH_CHECK_VALUE(
+      !dynamic_cast<const torch::optim::LBFGS*>(&optimizer),
+      "[StepInBackward] LBFGS needs all gradients, several times; call its step() after backward");
+}
+
+/// Lets an optimizer step on some of its parameters. These keep their places in the parameter
+/// groups, which decide how LowPrecisionAdamW rounds them. In the other places is a tensor without
+/// gradient.
+class StepOnSome {
+ public:
+  explicit StepOnSome(torch::optim::Optimizer& optimizer)
+      : optimizer_(optimizer), nothing_(at::empty({0})) {
+    for (size_t group = 0; group < optimizer.param_groups().size(); ++group) {
+      const auto& params = optimizer.param_groups()[group].params();
+      for (size_t index = 0; index < params.size(); ++index) {
+        places_.emplace(params[index].unsafeGetTensorImpl(), std::pair(group, index));
+      }
+      lists_.emplace_back(params.size(), nothing_);
+    }
+  }
+
+  bool has(const at::Tensor& param) const {
+    return places_.contains(param.unsafeGetTensorImpl());
+  }
+
+  void operator()(const Params& params) {
+    check_same_parameters();
+    put(params, /*back=*/false);
+    swap_lists();
+    const auto after = c10::make_scope_exit([&] {
+      swap_lists();
+      put(params, /*back=*/true);
+    });
+    optimizer_.step();
+  }
+
+  void check_same_parameters() const {
+    const auto& groups = optimizer_.param_groups();
+    TORCH_CHECK_VALUE(
+        std::equal(
+            groups.begin(), groups.end(), lists_.begin(), lists_.end(),
+            [](const auto& group, const auto& list) {
+              return group.params().size() == list.size();
+            }),
+        "[StepInBackward] the optimizer has other parameters than before; make a StepInBackward "
+        "after its parameter groups are complete");
+  }
+
+ private:
+  void put(const Params& params, bool back) {
+    for (const auto& param : params) {
+      const auto [group, index] = places_.at(param.unsafeGetTensorImpl());
+      lists_[group][index] = back ? nothing_ : param;
+    }
+  }
+
+  void swap_lists() {
+    for (size_t group = 0; group < lists_.size(); ++group) {
+      optimizer_.param_groups()[group].params().swap(lists_[group]);
+    }
+  }
+
+  torch::optim::Optimizer& optimizer_;
+  const at::Tensor nothing_;
+  std::unordered_map<const void*, std::pair<size_t, size_t>> places_; // by parameter
+  std::vector<Params> lists_;
+};
+
+} // namespace
+
+/// The updates that wait for the thread, and the thread.
+class StepInBackward::Updates {
+ public:
+  Updates(torch::optim::Optimizer& optimizer, const BeforeUpdate& before_update)
+      : optimizer_(optimizer), step_on_(optimizer), before_update_(before_update) {}
+
+  ~Updates() {
+    {
+      const std::lock_guard lock(mutex_);
+      ends_ = true;
+    }
+    changed_.notify_all();
+    if (thread_.joinable()) {
+      thread_.join();
+    }
+  }
+
+  /// Called in backward. Those of the parameters that are on the host are updated soon.
+  void add(ReducedGrads grads) {
+    in_use_.push_back(grads.in_use);
+    std::erase_if(
+        grads.params, [&](const auto& param) { return !param.is_cpu() || !step_on_.has(param); });
+    for (const auto& param : grads.params) {
+      if (!updated_.insert(param.unsafeGetTensorImpl()).second) {
+        refuse(param);
+      }
+    }
+    if (grads.params.empty()) {
+      return;
+    }
+    const std::lock_guard lock(mutex_);
+    waiting_.push_back(std::move(grads));
+    if (!thread_.joinable()) {
+      thread_ = std::thread([this] { run(); });
+    }
+    changed_.notify_all();
+  }
+
+  void finish() {
+    const auto updated = wait();
+    if (auto error = std::exchange(error_, nullptr)) {
+      optimizer_.zero_grad();
+      std::rethrow_exception(error);
+    }
+    step_on_.check_same_parameters();
+    Params left;
+    for (const auto& group : optimizer_.param_groups()) {
+      for (const auto& param : group.params()) {
+        if (param.grad().defined()) {
+          if (updated.contains(param.unsafeGetTensorImpl())) {
+            refuse(param);
+          }
+          left.push_back(param);
+        }
+      }
+    }
+    if (!left.empty()) {
+      call_before_update(left);
+      optimizer_.step();
+      optimizer_.zero_grad();
+    }
+  }
+
+  void discard() {
+    discards_ = true;
+    wait();
+    discards_ = false;
+    error_ = nullptr;
+    optimizer_.zero_grad();
+  }
+
+  /// Says what nobody will hear of otherwise.
+  void warn_if_unfinished() {
+    if (in_use_.empty()) {
+      return;
+    }
+    wait();
+    try {
+      if (error_) {
+        std::rethrow_exception(error_);
+      }
+      TORCH_WARN(
+          "[StepInBackward] finish() was not called after the last backward; parameters that are "
+          "not in host memory were not updated");
+    } catch (...) {
+      TORCH_WARN("[StepInBackward] an update failed: ", detail::current_exception_text());
+    }
+  }
+
+ private:
+  /// Waits for the thread. Returns the parameters that it has updated.
+  std::unordered_set<const void*> wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return waiting_.empty(); });
+    in_use_.clear();
+    return std::exchange(updated_, {});
+  }
+
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [&] { return ends_ || !waiting_.empty(); });
+      if (waiting_.empty()) {
+        return;
+      }
+      const auto& grads = waiting_.front(); // others may only be added behind it
+      lock.unlock();
+      update(grads);
+      lock.lock();
+      waiting_.pop_front();
+      changed_.notify_all();
+    }
+  }
+
+  [[noreturn]] static void refuse(const at::Tensor& param) {
+    TORCH_CHECK(
+        false, "[StepInBackward] parameter '", detail::name_of(param),
+        "' got another gradient after it was updated. Call finish() after each backward, and "
+        "set_is_last_backward(false) before each backward but the last one of a step. If its "
+        "weight is used outside of its own module, too, put both modules in one fully_shard, or "
+        "step after backward");
+  }
+
+  /// After an error, the rest of the step is left out.
+  void update(const ReducedGrads& grads) {
+    detail::set_thread_context(rank_.lock());
+    const auto after = c10::make_scope_exit([] { detail::set_thread_context(nullptr); });
+    try {
+      grads.wait();
+      if (!error_ && !discards_) {
+        call_before_update(grads.params);
+        step_on_(grads.params);
+        for (const auto& param : grads.params) {
+          param.mutable_grad().reset();
+        }
+      }
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  }
+
+  void call_before_update(const Params& params) const {
+    if (before_update_) {
+      at::NoGradGuard no_grad;
+      before_update_(params);
+    }
+  }
+
+  torch::optim::Optimizer& optimizer_;
+  StepOnSome step_on_;
+  const BeforeUpdate before_update_;
+  const std::weak_ptr<detail::RankContext> rank_ = detail::current_context();
+  std::unordered_set<const void*> updated_;   // since the last `wait`
+  std::vector<std::shared_ptr<void>> in_use_; // until then
+  std::exception_ptr error_;                  // the thread's, unless nothing waits
+  std::atomic<bool> discards_ = false;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<ReducedGrads> waiting_; // the first one may be in work
+  bool ends_ = false;
+  std::thread thread_;
+};
+
+StepInBackward::StepInBackward(
+    ModuleRef module, torch::optim::Optimizer& optimizer, const BeforeUpdate& before_update)
+    : module_(FSDPModule::of(module)),
+      updates_(std::make_shared<Updates>(optimizer, before_update)) {
+  check_steps_on_some_parameters(optimizer);
+  module_.set_reduced_grads_hook(
+      [updates = updates_](ReducedGrads grads) { updates->add(std::move(grads)); });
+}
+
+StepInBackward::~StepInBackward() {
+  if (std::uncaught_exceptions() == 0) {
+    updates_->warn_if_unfinished();
+  }
+  try {
+    module_.set_reduced_grads_hook(nullptr);
+  } catch (const std::exception&) { // the module is gone
+  }
+}
+
+void StepInBackward::finish() {
+  updates_->finish();
+}
+
+void StepInBackward::discard() {
+  updates_->discard();
+}
+
+} // namespace fsdp::optim
