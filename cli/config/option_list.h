@@ -59,6 +59,8 @@ void for_each_option(Visit visit) {
   visit("moments", [](auto& config) -> auto& { return config.moments; }, true);
   visit("rounding", [](auto& config) -> auto& { return config.rounding; }, true);
   visit("offload", [](auto& config) -> auto& { return config.offload; }, false);
+  visit("device-budget", [](auto& config) -> auto& { return config.device_budget; }, false);
+  visit("step-in-backward", [](auto& config) -> auto& { return config.step_in_backward; }, false);
   visit(
       "activation-checkpointing",
       [](auto& config) -> auto& { return config.activation_checkpointing; }, false);

@@ -103,6 +103,30 @@ void check_float8(const TrainConfig& config, int64_t tensor_ranks) {
   is_aligned("--kv-heads", dims.kv_heads * dims.head_dim() / tensor_ranks);
 }
 
+void check_offload(const TrainConfig& config) {
+  check_config(
+      config.device_budget_bytes() == 0 || config.offload, "--device-budget ", config.device_budget,
+      ": everything stays on the device without --offload");
+  if (!config.step_in_backward) {
+    return;
+  }
+  check_config(
+      config.offload || config.device == "cpu",
+      "--step-in-backward: it updates parameters in host memory; add --offload");
+  check_config(
+      config.clip == 0,
+      "--step-in-backward: --clip needs all gradients before the first update; add --clip 0, and "
+      "use a smaller --lr or a longer --warmup if the gradients are large");
+  check_config(
+      config.optimizer == "adamw",
+      "--step-in-backward: --optimizer muon exchanges matrices of all blocks in one step; use "
+      "--optimizer adamw");
+  check_config(
+      config.param_dtype != "fp16",
+      "--step-in-backward: --param-dtype fp16 looks at all gradients before the first update; use "
+      "--param-dtype bf16");
+}
+
 void check_optimizer(const TrainConfig& config) {
   const auto is_beta = [](double beta) { return beta >= 0 && beta < 1; };
   check_config(
@@ -165,6 +189,16 @@ int64_t TrainConfig::kept_matmul_bytes() const {
                                  : parse_bytes("--keep-matmuls", keep_matmuls);
 }
 
+int64_t TrainConfig::device_budget_bytes() const {
+  return parse_bytes("--device-budget", device_budget);
+}
+
+int TrainConfig::num_optimizer_states() const {
+  const auto moments_bytes = 2 * c10::elementSize(moments_dtype());
+  const auto shard_bytes = c10::elementSize(dtype_of(shard_dtype));
+  return static_cast<int>((moments_bytes + shard_bytes - 1) / shard_bytes);
+}
+
 int64_t parse_bytes(const std::string& option, const std::string& text) {
   static const std::map<std::string, double> units{
       {"", 1}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
@@ -216,6 +250,7 @@ void check(const TrainConfig& config, const MeshShape& mesh, bool allow_uneven) 
   check_tensor_axis(config.model, mesh.tensor);
   check_float8(config, mesh.tensor);
   check_optimizer(config);
+  check_offload(config);
   check_config(
       config.kept_matmul_bytes() == 0 || config.activation_checkpointing, "--keep-matmuls ",
       config.keep_matmuls, ": nothing is recomputed without --activation-checkpointing");

@@ -40,6 +40,8 @@ struct TrainConfig {
   std::string moments; // of AdamW: "fp32", "bf16" or "8bit"; empty: as `shard_dtype`
   std::string rounding = "stochastic"; // of both, if they are not in fp32; or "nearest"
   bool offload = false;
+  std::string device_budget = "0"; // of memory for what --offload leaves on the device
+  bool step_in_backward = false;
   bool activation_checkpointing = false;
   std::string keep_matmuls = "none"; // what it keeps: "none", "all" or a size like "2GiB"
   std::string device = "cpu";
@@ -55,6 +57,9 @@ struct TrainConfig {
   bool has_lora() const {
     return model.lora != "none";
   }
+  int64_t device_budget_bytes() const;
+  /// How many states of a parameter's size the optimizer keeps, rounded up.
+  int num_optimizer_states() const;
   /// How the optimizer stores its moments.
   c10::ScalarType moments_dtype() const;
   bool sends_bf16() const {

@@ -132,8 +132,8 @@ function groupTable() {
     return;
   }
   // Equal neighbours (the layers of a model) become one row.
-  const same = (a, b) => ['numel', 'dtype', 'shard_bytes', 'gathered_bytes', 'padding_bytes'].every(
-      (key) => a[key] === b[key]);
+  const compared = ['numel', 'dtype', 'shard_bytes', 'gathered_bytes', 'padding_bytes', 'on_host'];
+  const same = (a, b) => compared.every((key) => a[key] === b[key]);
   const runs = [];
   for (const group of groups) {
     if (runs.length && same(runs.at(-1)[0], group))
@@ -146,7 +146,8 @@ function groupTable() {
   const cell = (...children) => el('td', {}, ...children);
   const optional = (text) => el('small', {class: 'optional'}, ' ' + text);
   const sizes = (group, share) => [
-    cell(bytes(group.shard_bytes)), cell(bytes(group.gathered_bytes)),
+    cell(bytes(group.shard_bytes), group.on_host ? optional('on the host') : ''),
+    cell(bytes(group.gathered_bytes)),
     group.padding_bytes ? cell(bytes(group.padding_bytes), share) : cell('–')
   ];
   const head = ['Module', 'Parameters', 'Shard', 'Gathered', 'Padding'];

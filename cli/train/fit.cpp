@@ -65,8 +65,9 @@ std::string find_change(
   }
   changed = config;
   changed.offload = true;
+  changed.device_budget = "0";
   if (config.device != "cpu" && fits(changed, mesh)) {
-    return "--offload";
+    return config.offload ? "--device-budget 0" : "--offload";
   }
   changed = config;
   auto wider = mesh;

@@ -64,6 +64,7 @@ Json plan_json(
       {"gathered_bytes", plan.gathered_bytes},
       {"padding_bytes", plan.padding_bytes},
       {"state_bytes", plan.state_bytes},
+      {"host_state_bytes", plan.host_state_bytes},
       {"activation_bytes", plan.activation_bytes},
       {"peak_bytes", plan.peak_bytes},
       {"host_bytes", plan.host_bytes},
@@ -125,9 +126,12 @@ void Narrator::show_plan(
       c10::str(
           "about ", binary_size(plan.peak_bytes), " per rank at the peak: ",
           binary_size(plan.state_bytes), " of shards, gradients and optimizer",
-          config.offload ? " (they are on the host)" : "", ", ", binary_size(plan.largest_group),
-          " for the largest group, once it is gathered, ", binary_size(plan.activation_bytes),
-          " of activations; ", binary_size(plan.padding_bytes), " is padding"));
+          plan.host_state_bytes > 0
+              ? c10::str(" (and ", binary_size(plan.host_state_bytes), " on the host)")
+              : "",
+          ", ", binary_size(plan.largest_group), " for the largest group, once it is gathered, ",
+          binary_size(plan.activation_bytes), " of activations; ", binary_size(plan.padding_bytes),
+          " is padding"));
   if (options_.dry_run || !fit.fits) {
     screen_.labelled(fit.fits ? "fits" : "too large", fit.text);
   }

@@ -183,6 +183,13 @@ void add_rank_options(CLI::App& command, TrainOptions& options) {
       "Start again without the lost ranks, if at least this many are left [on all again]")
       ->check(CLI::Range(1, kMany));
   command.add_flag("--offload", config.offload, "Keep shards and optimizer in host memory");
+  add("--device-budget", config.device_budget,
+      "With --offload: keep the first blocks on the device, as many as fit into this much of each "
+      "rank's memory, like 20GiB")
+      ->capture_default_str();
+  command.add_flag(
+      "--step-in-backward", config.step_in_backward,
+      "Update each block while backward goes on to the next one; needs --clip 0");
   command.add_flag(
       "--activation-checkpointing", config.activation_checkpointing,
       "Recompute each block in backward, to save memory");

@@ -109,6 +109,15 @@ std::vector<GroupPlan> plan_groups(const TrainConfig& config, const MeshShape& m
     auto& group = of_block ? groups[std::stoul(name.substr(7))] : groups.back();
     add_param(group, name, param.value(), mesh, config);
   }
+  if (config.offload && config.device != "cpu") {
+    auto left = config.device_budget_bytes();
+    for (auto& group : groups) { // as DeviceBudget counts
+      const auto bytes =
+          group.shard_bytes + (1 + config.num_optimizer_states()) * group.trained_bytes;
+      group.on_host = bytes > left;
+      left -= group.on_host ? 0 : bytes;
+    }
+  }
   return groups;
 }
 
@@ -149,8 +158,9 @@ TrafficPlan plan_tensor_traffic(
 }
 
 /// The small all-reduces in a step. The loss and two signals are averaged over all ranks. The norm
-/// of the gradients takes the norm of each parameter, over each axis that divides it. In fp16 each
-/// axis shares whether a gradient is finite. Numbers are doubles, but for that one.
+/// of the gradients takes the norm of each parameter, over each axis that divides it. A step in
+/// backward adds up squares, and all ranks share the sum. In fp16 each axis shares whether a
+/// gradient is finite. Numbers are doubles, but for that one.
 TrafficPlan plan_small_traffic(const Plan& plan, const TrainConfig& config, const MeshShape& mesh) {
   TrafficPlan reduces{.op = "all-reduce", .axis = "all"};
   const auto add = [&](bool is_made, int64_t bytes) {
@@ -164,8 +174,12 @@ TrafficPlan plan_small_traffic(const Plan& plan, const TrainConfig& config, cons
     num_divided += group.num_divided;
   }
   add(mesh.ranks() > 1, int64_t{3} * 8);
-  add(mesh.shard > 1, num_trained * 8);
-  add(mesh.tensor > 1, num_divided * 8);
+  if (config.step_in_backward) { // one sum of squares
+    add(mesh.ranks() > 1, 8);
+  } else {
+    add(mesh.shard > 1, num_trained * 8);
+    add(mesh.tensor > 1, num_divided * 8);
+  }
   for (const auto ranks : {mesh.replicate, mesh.shard, mesh.tensor}) {
     add(ranks > 1 && config.param_dtype == "fp16", 4);
   }
@@ -281,7 +295,9 @@ MomentsPlan plan_moments(const Plan& plan, const TrainConfig& config) {
   const auto unpacked = has_scales ? 2 * numel : 0;
   // On a GPU the optimizer takes this many elements of a parameter at once, with ten floats each.
   constexpr int64_t kPart = 1 << 22;
-  const bool has_parts = config.is_low_precision() && config.device != "cpu" && !config.offload;
+  const bool all_on_host = std::all_of(
+      plan.groups.begin(), plan.groups.end(), [](const auto& group) { return group.on_host; });
+  const bool has_parts = config.is_low_precision() && config.device != "cpu" && !all_on_host;
   return {
       .bytes = bytes + (has_scales ? numel / kBlock * 4 : 0),
       .saved_bytes = has_scales ? unpacked : bytes,
@@ -296,11 +312,11 @@ struct GroupBytes {
     const bool alone = mesh.shard == 1;
     const bool cast = config.param_dtype != config.shard_dtype;
     shard = group.trained_bytes;
+    on_device = group.on_host ? 0 : shard;
     grads = group.trained_wire_numel * param_bytes;
     // One rank computes with its shards themselves, unless they have to be cast or moved.
-    const bool moves = config.offload && config.device != "cpu";
     const bool unpacks = config.has_float8();
-    whole = alone && !cast && !moves && !unpacks ? 0 : group.gathered_bytes;
+    whole = alone && !cast && !group.on_host && !unpacks ? 0 : group.gathered_bytes;
     sent = !alone && cast ? group.gathered_bytes / mesh.shard : 0;
     if (unpacks) { // what a rank sends, and what it receives, which is then unpacked
       sent = group.wire_bytes / mesh.shard + group.wire_bytes;
@@ -317,6 +333,7 @@ struct GroupBytes {
   }
 
   int64_t shard = 0;       // of the gradients
+  int64_t on_device = 0;   // of `shard`, what stays there until the optimizer's step
   int64_t whole = 0;       // the gathered parameters
   int64_t sent = 0;        // the copy of the shard that a gather sends
   int64_t grads = 0;       // as autograd makes them
@@ -330,7 +347,10 @@ struct GroupBytes {
 int64_t plan_backward(
     const Plan& plan, const TrainConfig& config, const MeshShape& mesh, const Activations& act) {
   const auto layers = config.model.layers;
-  const GroupBytes block(plan.groups.front(), config, mesh);
+  std::vector<GroupBytes> blocks;
+  for (int64_t i = 0; i < layers; ++i) {
+    blocks.emplace_back(plan.groups[static_cast<size_t>(i)], config, mesh);
+  }
   const GroupBytes root(plan.groups.back(), config, mesh);
   const auto after_forward = ranks_after_forward(config, mesh);
   const bool keeps = after_forward == 0;
@@ -341,20 +361,26 @@ int64_t plan_backward(
     return config.has_lora() ? 0 : numel * element_bytes(config.param_dtype);
   };
   const auto head_grads = grads_of_rows(config.model.vocab);
-  const auto divided = keeps || after_forward == mesh.shard ? 0 : block.whole / after_forward;
+  // What waits in memory between a block's forward and its backward.
+  const auto after_block = [&](const GroupBytes& block) {
+    return keeps ? block.whole : after_forward == mesh.shard ? 0 : block.whole / after_forward;
+  };
+  int64_t waiting = 0; // of the blocks whose backward has not begun
+  for (const auto& block : blocks) {
+    waiting += after_block(block) + kept + block.accumulated;
+  }
+  int64_t finished = 0; // gradients of blocks, but for the one that was reduced last
 
   // The loss: nothing of backward is there yet.
-  auto peak = root.whole + (keeps ? layers * block.whole : layers * divided) + layers * kept +
-              act.masks + act.end + act.scores + layers * block.accumulated + root.accumulated;
-  for (int64_t done = 0; done < layers; ++done) {
-    const auto left = layers - done;
-    const bool is_last = left == 1;
-    const auto waiting = keeps ? (left - 1) * block.whole : is_last ? 0 : block.whole + block.sent;
-    const auto in_flight = done > 0 ? block.reduced : 0;
-    const auto finished = std::max<int64_t>(0, done - 1) * block.shard;
+  auto peak = root.whole + waiting + act.masks + act.end + act.scores + root.accumulated;
+  for (auto i = blocks.size(); i-- > 0;) {
+    const auto& block = blocks[i];
+    const auto* last = i + 1 < blocks.size() ? &blocks[i + 1] : nullptr; // that was reduced
+    waiting -= after_block(block) + kept + block.accumulated;
+    const auto prefetched = keeps || i == 0 ? 0 : blocks[i - 1].whole + blocks[i - 1].sent;
+    const auto in_flight = last ? last->reduced : 0;
     const auto around = root.whole + (accumulates ? root.accumulated : head_grads) + waiting +
-                        (left - (keeps ? 0 : 1)) * divided + finished +
-                        (left - 1) * (kept + block.accumulated) + act.masks;
+                        prefetched + finished + act.masks;
     // At its beginning all activations of the block are there, at its end all its gradients.
     const auto begins = block.whole + kept + again + act.in_block + block.accumulated + in_flight +
                         grads_of_rows(config.model.hidden);
@@ -362,11 +388,12 @@ int64_t plan_backward(
     // The whole parameters go before gradients are reduced, and so do the buffers of the block
     // before.
     const auto reduces = (accumulates ? block.accumulated : block.grads) + block.laid_out +
-                         block.reduced + (done > 0 ? block.shard : 0);
+                         block.reduced + (last ? last->shard : 0);
     peak = std::max(peak, around + std::max({begins, ends, reduces}));
+    finished += last ? last->on_device : 0;
   }
-  const auto at_root = layers * block.shard + (accumulates ? root.accumulated : root.grads) +
-                       root.laid_out + root.reduced;
+  const auto at_root = finished + blocks.front().shard +
+                       (accumulates ? root.accumulated : root.grads) + root.laid_out + root.reduced;
   return std::max(peak, at_root);
 }
 
@@ -392,22 +419,32 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh, const PlanFor& 
   plan.activation_bytes =
       act.masks + act.end + act.scores + config.model.layers * kept.bytes + kept.again;
   const bool on_cpu = config.device == "cpu";
-  const bool state_on_host = config.offload && !on_cpu;
   const MuonPlan muon(plan, config, mesh);
   const auto moments = plan_moments(plan, config);
-  const auto state = plan.shard_bytes + moments.bytes + muon.averages; // parameters and averages
-  const auto grads = plan.trained_bytes;
+  int64_t host_shards = 0;
+  int64_t host_grads = 0;
+  for (const auto& group : plan.groups) {
+    host_shards += group.on_host ? group.shard_bytes : 0;
+    host_grads += group.on_host ? group.trained_bytes : 0;
+  }
+  const auto on_device = [&](int64_t bytes) { // of what all trained parameters have
+    const auto part = static_cast<double>(host_grads) / static_cast<double>(plan.trained_bytes);
+    return bytes - static_cast<int64_t>(static_cast<double>(bytes) * part);
+  };
+  const auto averages = moments.bytes + muon.averages;
+  const auto state = plan.shard_bytes - host_shards + on_device(averages);
+  const auto grads = plan.trained_bytes - host_grads;
+  plan.state_bytes = state + grads;
+  plan.host_state_bytes = plan.shard_bytes + averages + plan.trained_bytes - plan.state_bytes;
   // The copy that is being written.
   const auto staged =
       what.saves ? (plan.trained_bytes + moments.saved_bytes + muon.averages) / mesh.replicate : 0;
-  plan.state_bytes = state_on_host ? 0 : state + grads;
   const auto backward = plan_backward(plan, config, mesh, act);
   // The optimizer's step has all gradients and nothing of backward.
-  const auto step = (state_on_host ? 0 : grads) + muon.in_step + moments.in_step;
-  const auto save = what.saves && !state_on_host ? moments.unpacked_bytes : 0;
-  plan.peak_bytes =
-      (state_on_host ? 0 : state) + std::max({backward, step, save}) + (on_cpu ? staged : 0);
-  plan.host_bytes = on_cpu ? 0 : staged + (state_on_host ? state + grads : 0);
+  const auto step = grads + muon.in_step + moments.in_step;
+  const auto save = what.saves ? on_device(moments.unpacked_bytes) : 0;
+  plan.peak_bytes = state + std::max({backward, step, save}) + (on_cpu ? staged : 0);
+  plan.host_bytes = on_cpu ? 0 : staged + plan.host_state_bytes;
   return plan;
 }
 
@@ -419,7 +456,8 @@ nlohmann::ordered_json groups_json(const Plan& plan) {
          {"numel", group.numel},
          {"shard_bytes", group.shard_bytes},
          {"gathered_bytes", group.gathered_bytes},
-         {"padding_bytes", group.padding_bytes}});
+         {"padding_bytes", group.padding_bytes},
+         {"on_host", group.on_host}});
   }
   return json;
 }

@@ -27,6 +27,7 @@ struct GroupPlan {
   int64_t replicated_numel = 0;   // elements of the others
   int64_t muon_numel = 0;         // elements of the whole parameters that Muon updates
   int64_t muon_bytes = 0;         // of `shard_bytes`
+  bool on_host = false;           // where its shards, gradients and optimizer states are
 };
 
 /// The collectives of one kind that each rank makes in one step.
@@ -71,8 +72,9 @@ struct Plan {
   int64_t trained_bytes = 0;  // of them, those of parameters that are trained
   int64_t gathered_bytes = 0; // of all groups together
   int64_t padding_bytes = 0;
-  int64_t largest_group = 0; // gathered bytes of the largest group
-  int64_t state_bytes = 0;   // shards, gradients and optimizer
+  int64_t largest_group = 0;    // gathered bytes of the largest group
+  int64_t state_bytes = 0;      // shards, gradients and optimizer, on the device
+  int64_t host_state_bytes = 0; // the same, of groups that are offloaded to the host
   int64_t activation_bytes = 0;
   int64_t peak_bytes = 0;
   int64_t host_bytes = 0; // in the host's memory, if the rank trains on another device

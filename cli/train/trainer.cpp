@@ -103,6 +103,20 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
           "; try a smaller --lr, a longer --warmup or a --clip, or another --param-dtype"));
 }
 
+/// The square of the norm of this rank's part of a gradient, divided by the number of ranks that
+/// have the same part.
+double norm_square_of(const torch::Tensor& param) {
+  const auto sharded = as_dtensor(param);
+  double parts = 1;
+  for (int64_t axis = 0; axis < sharded.device_mesh().ndim(); ++axis) {
+    if (!std::holds_alternative<Replicate>(sharded.placements()[static_cast<size_t>(axis)])) {
+      parts *= static_cast<double>(sharded.device_mesh().size(axis));
+    }
+  }
+  const auto norm = at::linalg_vector_norm(param.grad(), 2, {}, false, torch::kDouble);
+  return norm.square().item<double>() * parts / get_world_size();
+}
+
 /// Projections multiply and are gathered in float8. Call it when they are sharded.
 void use_float8(const Transformer& model, Float8Scaling scaling) {
   for (const auto& module : model->modules()) {
@@ -158,7 +172,8 @@ Transformer build_sharded(const TrainConfig& config, const TrainMesh& mesh) {
       .reshard_after_forward = config.reshard_after_forward,
       .mp_policy = config.precision()};
   if (config.offload) {
-    options.offload_policy = CPUOffloadPolicy{};
+    options.offload_policy = CPUOffloadPolicy{
+        .budget = DeviceBudget(config.device_budget_bytes(), config.num_optimizer_states())};
   }
   const auto shard = [&](auto& module) {
     auto sharded = fully_shard(module, options);
@@ -202,7 +217,7 @@ Trainer::Trainer(const TrainConfig& config, const Corpus& corpus, Asked asked)
       model_(build_sharded(config, mesh_)),
       scaler_({.enabled = config.param_dtype == "fp16"}) {
   memory_stats(device_); // begins to count before anything is allocated
-  to_empty(model_, config.offload ? c10::Device(c10::kCPU) : device_);
+  to_empty(model_);
   const auto seed = static_cast<uint64_t>(config.seed);
   if (config.from.empty()) { // else load_pretrained fills them
     init_weights(model_, seed);
@@ -213,41 +228,58 @@ Trainer::Trainer(const TrainConfig& config, const Corpus& corpus, Asked asked)
     num_params_ += item.value().numel();
   }
   optimizer_ = make_optimizer(model_, config);
+  if (config.step_in_backward) {
+    updates_ =
+        std::make_unique<optim::StepInBackward>(model_, *optimizer_, [this](const Tensors& params) {
+          for (const auto& param : params) {
+            grad_squares_ += norm_square_of(param);
+          }
+        });
+  }
 }
 
 StepResult Trainer::step(int64_t step) {
   reset_peak_memory_stats(device_);
   StepResult result;
-  const auto loss = accumulate(rows_of([&](int64_t first, int64_t count) {
-    return corpus_.train_rows(
-        {static_cast<uint64_t>(config_.seed), step, config_.batch, config_.context}, first, count);
-  }));
-  result.loss = average(loss.view({1}))[0];
-  if (!std::isfinite(result.loss)) {
-    const auto param = first_non_finite(/*gradients=*/false);
-    const auto grad = param.empty() ? first_non_finite(/*gradients=*/true) : "";
-    const auto where =
-        !param.empty()  ? ", and the first parameter that is not finite is " + param + ","
-        : !grad.empty() ? ", and the first gradient that is not finite is that of " + grad + ","
-                        : std::string(", though all parameters and gradients are finite,");
-    stop_at(step, c10::str("the loss is ", result.loss, where));
-  }
-  if (scaler_.is_enabled()) {
-    scaler_.unscale_(*optimizer_);
-  }
-  result.grad_norm = clip_gradients();
-  if (!std::isfinite(result.grad_norm) && !scaler_.is_enabled()) {
-    stop_at(step, "the first gradient that is not finite is that of " + first_non_finite(true));
-  }
   result.lr = learning_rate(config_, step);
   for (auto& group : optimizer_->param_groups()) {
     group.options().set_lr(result.lr);
   }
-  result.skipped = !scaler_.step(*optimizer_);
-  scaler_.update();
-  optimizer_->zero_grad();
+  const auto loss = accumulate(rows_of([&](int64_t first, int64_t count) {
+    return corpus_.train_rows(
+        {static_cast<uint64_t>(config_.seed), step, config_.batch, config_.context}, first, count);
+  }));
+  const auto updated_norm = updates_ ? finish_updates() : 0;
+  result.loss = average(loss.view({1}))[0];
+  if (!std::isfinite(result.loss)) {
+    stop_at(step, c10::str("the loss is ", result.loss, updates_ ? "" : where_not_finite()));
+  }
+  if (scaler_.is_enabled()) {
+    scaler_.unscale_(*optimizer_);
+  }
+  result.grad_norm = updates_ ? updated_norm : clip_gradients();
+  if (!std::isfinite(result.grad_norm) && !scaler_.is_enabled()) {
+    // After a step in backward there are no gradients, but the parameter is not finite either.
+    const auto param = first_non_finite(/*gradients=*/!updates_);
+    stop_at(step, "the first gradient that is not finite is that of " + param);
+  }
+  if (!updates_) {
+    result.skipped = !scaler_.step(*optimizer_);
+    scaler_.update();
+    optimizer_->zero_grad();
+  }
   result.memory = memory_stats(device_);
   return result;
+}
+
+std::string Trainer::where_not_finite() const {
+  if (const auto param = first_non_finite(/*gradients=*/false); !param.empty()) {
+    return ", and the first parameter that is not finite is " + param + ",";
+  }
+  if (const auto param = first_non_finite(/*gradients=*/true); !param.empty()) {
+    return ", and the first gradient that is not finite is that of " + param + ",";
+  }
+  return ", though all parameters and gradients are finite,";
 }
 
 torch::Tensor Trainer::accumulate(const Rows& rows) {
@@ -263,6 +295,14 @@ torch::Tensor Trainer::accumulate(const Rows& rows) {
     scaler_.scale(loss).backward();
   }
   return sum;
+}
+
+double Trainer::finish_updates() {
+  updates_->finish();
+  const auto squares = torch::tensor(
+      {std::exchange(grad_squares_, 0)}, torch::TensorOptions(device_).dtype(torch::kDouble));
+  default_group().all_reduce(squares);
+  return std::sqrt(squares.item<double>());
 }
 
 double Trainer::clip_gradients() {

@@ -3,6 +3,7 @@
 #include <fsdp/grad_scaler.h>
 #include <fsdp/optim.h>
 #include <fsdp/state_dict.h>
+#include <fsdp/step_in_backward.h>
 #include <torch/torch.h>
 
 #include <cstdint>
@@ -48,8 +49,8 @@ class Trainer {
   void load_pretrained(const std::string& folder);
 
   /// Makes one update. Throws NonFiniteError on every rank if the loss or a gradient is not finite,
-  /// and leaves the weights unchanged. (In fp16 a gradient that is not finite only skips the
-  /// update.)
+  /// and leaves the weights unchanged, unless backward updates them. (In fp16 a gradient that is
+  /// not finite only skips the update.)
   StepResult step(int64_t step);
   /// The mean loss on rows from all over the held-out text. Meaningless if `stop` is set then.
   double validation_loss();
@@ -97,11 +98,15 @@ class Trainer {
   /// Runs forward and backward on all parts of the rows. Returns the sum of their losses.
   torch::Tensor accumulate(const Rows& rows);
   double clip_gradients();
+  /// Ends the updates that backward has begun. Returns the norm of the gradients.
+  double finish_updates();
   /// The average of each value over all ranks. The ranks also agree on `stop` by this.
   std::vector<double> average(const torch::Tensor& values);
   /// The name of the first parameter, in the order of the model, that is not finite on some rank.
   /// With `gradients`, the first one whose gradient is not finite. Empty if there is none.
   std::string first_non_finite(bool gradients) const;
+  /// Says the same for a message. Collective.
+  std::string where_not_finite() const;
 
   const TrainConfig config_;
   const Corpus& corpus_;
@@ -112,6 +117,10 @@ class Trainer {
   Transformer model_;
   int64_t num_params_ = 0;
   std::unique_ptr<torch::optim::Optimizer> optimizer_; // made after the parameters are sharded
+  /// The squares of this rank's gradients in this step, added up. A parameter that several ranks
+  /// have counts in parts.
+  double grad_squares_ = 0;
+  std::unique_ptr<optim::StepInBackward> updates_; // only with --step-in-backward
   GradScaler scaler_;
 };
 

@@ -146,6 +146,10 @@ TEST(Plan, TrafficOfTensorParallelismIsWhatAStepSends) {
     expect_with("sent in bf16", [](auto& config) { config.send_dtype = "bf16"; });
     expect_with("kept after forward", [](auto& config) { config.reshard_after_forward = false; });
     expect_with("not clipped", [](auto& config) { config.clip = 0; });
+    expect_with("stepping in backward", [](auto& config) {
+      config.clip = 0;
+      config.offload = config.step_in_backward = true;
+    });
     expect_with("all of it", [](auto& config) {
       config.model.tied = true;
       config.accumulate = 2;
@@ -153,6 +157,36 @@ TEST(Plan, TrafficOfTensorParallelismIsWhatAStepSends) {
       config.param_dtype = "bf16";
       config.reduce_dtype = "fp32";
     });
+  }
+}
+
+TEST(Plan, ABudgetKeepsTheFirstBlocksOnTheDevice) {
+  TrainConfig config;
+  config.model = model_preset("medium");
+  config.device = "cuda";
+  config.mesh = MeshShape{.shard = 4};
+  const auto plain = make_plan(config, *config.mesh);
+  EXPECT_EQ(plain.host_state_bytes, 0);
+  const auto with = [&](const std::string& budget) {
+    auto offloaded = config;
+    offloaded.offload = true;
+    offloaded.device_budget = budget;
+    return make_plan(offloaded, *config.mesh);
+  };
+  const auto all = with("0");
+  EXPECT_EQ(all.state_bytes, 0);
+  EXPECT_EQ(all.host_state_bytes, plain.state_bytes);
+  EXPECT_EQ(with("1TiB").state_bytes, plain.state_bytes);
+  const auto block = 4 * plain.groups.front().shard_bytes; // with gradients and two averages
+  const auto part = with(std::to_string(2 * block + 1));
+  EXPECT_EQ(part.state_bytes, 2 * block);
+  EXPECT_EQ(part.host_state_bytes, plain.state_bytes - 2 * block);
+  EXPECT_LT(part.peak_bytes, plain.peak_bytes);
+  EXPECT_GT(part.peak_bytes, all.peak_bytes);
+  std::vector<bool> on_host(part.groups.size(), true);
+  on_host[0] = on_host[1] = false;
+  for (size_t i = 0; i < on_host.size(); ++i) {
+    EXPECT_EQ(part.groups[i].on_host, on_host[i]) << i;
   }
 }
 

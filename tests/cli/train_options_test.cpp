@@ -251,6 +251,18 @@ TEST(Curve, FallsFromTheLeftToTheRight) {
   EXPECT_EQ(cli::draw_curve({2, 1}, {.width = 1, .height = 1})[0], "    2.0000 \u2881");
 }
 
+TEST(Options, StepInBackwardUpdatesParametersOnTheHost) {
+  cli::TrainConfig config;
+  config.device = "cuda";
+  config.clip = 0;
+  config.step_in_backward = true;
+  EXPECT_TRUE(contains(
+      message_of<ConfigError>([&] { cli::check(config, {}); }),
+      "--step-in-backward: it updates parameters in host memory"));
+  config.offload = true;
+  cli::check(config, {});
+}
+
 TEST(Options, ValuesThatCannotBeAreRefused) {
   const auto refused = [](const Words& more, const std::string& message) {
     Words words{"train", "--dry-run"};
@@ -289,6 +301,11 @@ TEST(Options, ValuesThatCannotBeAreRefused) {
       {"--float8", "rowwise", "--activation-checkpointing", "--keep-matmuls", "all"},
       "cannot keep products in float8; leave out one of them");
   refused({"--send-dtype", "bf16", "--ranks", "1"}, "parameters are not sharded; use more ranks");
+  refused({"--device-budget", "1GiB"}, "everything stays on the device without --offload");
+  refused({"--offload", "--device-budget", "1GB"}, "--device-budget 1GB: it must be a size like");
+  refused({"--step-in-backward"}, "--clip needs all gradients before the first update; add --clip");
+  refused({"--step-in-backward", "--clip", "0", "--optimizer", "muon"}, "use --optimizer adamw");
+  refused({"--step-in-backward", "--clip", "0", "--param-dtype", "fp16"}, "use --param-dtype bf16");
   refused({"--keep-matmuls", "all"}, "nothing is recomputed without --activation-checkpointing");
   for (const std::string size : {"2GB", "GiB", "-1", "1e99", "all of them", "2 GiB"}) {
     refused(

@@ -10,11 +10,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <fstream>
 #include <limits>
 #include <map>
-#include <mutex>
 
 #include "cli/check.h"
 #include "cli/tiny_config.h"
@@ -325,6 +325,54 @@ TEST(Trainer, WhatSavesMemoryDoesNotChangeTheLosses) {
   expect_close(other, 4, plain);
 }
 
+/// The results of a run's steps, on rank 0.
+std::vector<StepResult> results(const TrainConfig& config, int ranks) {
+  const Corpus corpus(sample_text());
+  std::vector<StepResult> all;
+  run_ranks(ranks, [&](int rank) {
+    Trainer trainer(config, corpus);
+    for (int64_t step = 0; step < config.steps; ++step) {
+      const auto result = trainer.step(step);
+      if (rank == 0) {
+        all.push_back(result);
+      }
+    }
+  });
+  return all;
+}
+
+TEST(Trainer, StepsInBackwardAsAfterIt) {
+  auto config = tiny_config();
+  config.steps = 5;
+  config.clip = 0;
+  for (const auto& mesh :
+       {MeshShape{.shard = 2}, MeshShape{.replicate = 2, .shard = 2},
+        MeshShape{.shard = 2, .tensor = 2}}) {
+    for (const int64_t accumulate : {1, 2}) {
+      config.mesh = mesh;
+      config.accumulate = accumulate;
+      const auto ranks = static_cast<int>(mesh.ranks());
+      const auto plain = results(config, ranks);
+      for (const bool low_precision : {false, true}) {
+        SCOPED_TRACE_OF(mesh.str(), accumulate, low_precision);
+        auto after = config;
+        after.moments = low_precision ? "8bit" : "fp32";
+        auto inside = after;
+        inside.offload = inside.step_in_backward = true;
+        inside.device_budget = "200KiB";
+        const auto expected = low_precision ? results(after, ranks) : plain;
+        const auto actual = results(inside, ranks);
+        ASSERT_EQ(actual.size(), expected.size());
+        for (size_t i = 0; i < actual.size(); ++i) {
+          EXPECT_EQ(actual[i].loss, expected[i].loss) << i;
+          EXPECT_EQ(actual[i].lr, expected[i].lr) << i;
+          EXPECT_NEAR(actual[i].grad_norm, expected[i].grad_norm, 1e-5 * expected[i].grad_norm);
+        }
+      }
+    }
+  }
+}
+
 TEST(Trainer, LearnsInLowPrecision) {
   auto config = tiny_config();
   for (const auto* dtype : {"bf16", "fp16"}) { // in fp16 the first steps may be skipped
@@ -405,20 +453,22 @@ TEST(Trainer, GeneratesTextThatTheSeedDecides) {
 TEST(Trainer, EveryRankStopsWhenTheLossIsNotFinite) {
   auto config = tiny_config();
   config.schedule.lr = 1e30;
+  config.clip = 0;
   const Corpus corpus(sample_text());
-  std::mutex mutex;
-  int stopped = 0;
-  run_ranks(2, [&](int) {
-    Trainer trainer(config, corpus);
-    const auto message = message_of<c10::Error>([&] {
-      for (int64_t step = 0; step < config.steps; ++step) {
-        trainer.step(step);
-      }
+  for (const bool in_backward : {false, true}) {
+    config.step_in_backward = in_backward;
+    std::atomic<int> stopped = 0;
+    run_ranks(2, [&](int) {
+      Trainer trainer(config, corpus);
+      const auto message = message_of<NonFiniteError>([&] {
+        for (int64_t step = 0; step < config.steps; ++step) {
+          trainer.step(step);
+        }
+      });
+      stopped += contains(message, "try a smaller --lr") ? 1 : 0;
     });
-    std::lock_guard lock(mutex);
-    stopped += contains(message, "try a smaller --lr") ? 1 : 0;
-  });
-  EXPECT_EQ(stopped, 2);
+    EXPECT_EQ(stopped, 2) << in_backward;
+  }
 }
 
 TEST(LearningRate, RisesThenFallsToATenth) {
