@@ -95,6 +95,16 @@ class State:
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], stream: torch.Stream | None, on_cpu: bool, /
     ) -> None: ...
+    def set_reduced_grads_hook(
+        self, hook: Callable[[ReducedGrads], None] | None, recurse: bool, /
+    ) -> None: ...
+
+class ReducedGrads:
+    """Gradients of shards to which no backward will add before the next step of an optimizer."""
+
+    params: list  # whose `grad` is set
+    def wait(self) -> None: ...  # until the gradients are written
+    def release(self) -> None: ...  # the parameters are updated
 
 class GroupPlan:
     """What parameters take that are gathered and reduced together. Bytes are those of one rank."""
@@ -103,6 +113,7 @@ class GroupPlan:
     num_params: int  # how many parameters, not their elements
     numel: int  # elements of the whole parameters; of tensor parallelism, this rank's part
     shard_bytes: int  # while sharded, with padding
+    on_host: bool  # shards, gradients and optimizer states are offloaded
     gathered_bytes: int  # while gathered, in the dtype of compute, before alignment
     padding_bytes: int  # in `gathered_bytes`, so that all ranks have the same
     # How many collectives, and the bytes of all of them: of a rank's two buffers, the larger one.

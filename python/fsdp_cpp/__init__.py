@@ -17,7 +17,7 @@ if torch.__version__.split("+")[0] != TORCH_VERSION:
         "build it again for this torch (./fsdp python)"
     )
 
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from ._checkpoint import async_save, load, save
 from ._fully_shard import replicate
@@ -29,6 +29,7 @@ from ._module import (
     share_comm_ctx,
 )
 from ._patch import patch_torch
+from .offload import CPUOffloadPolicy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import fully_shard  # the same signature, with its overloads

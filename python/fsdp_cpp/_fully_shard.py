@@ -17,7 +17,9 @@ from torch.distributed.tensor import Shard
 from . import _C, _managed, _mesh
 from ._mesh import ParamMesh
 from ._module import FSDPModule, ReplicateModule, swap_classes
+from ._placements import local_of
 from ._state import State, is_managed, is_managed_site, state_of
+from .offload import DeviceBudget
 
 
 def _is_of(api: str, module: nn.Module) -> bool:
@@ -34,6 +36,22 @@ def _policy(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> _
         mp_policy.cast_forward_inputs,
         offload,
     )
+
+
+def _fits_into_budget(policy: OffloadPolicy, groups: list[tuple[ParamMesh, list, int]]) -> bool:
+    """Takes what the shards of one call need from the policy's budget, if it has one and enough is left."""
+    budget: DeviceBudget | None = getattr(policy, "budget", None)
+    if budget is None:
+        return False
+    size = 0
+    for mesh, params, _ in groups:
+        for param, dim in params:
+            local = local_of(param)
+            rows = -(-local.size(dim) // mesh.shard_size)
+            row_numel = local.numel() // max(1, local.size(dim))
+            copies = 2 + budget.states if param.requires_grad else 1
+            size += copies * rows * row_numel * local.element_size()
+    return budget.take(size)
 
 
 def _placement(
@@ -88,6 +106,8 @@ def _shard(
         ranks = 0 if mesh.replicated else _mesh.ranks_after_forward(reshard_after_forward, own_mesh.shard_size)
         groups.setdefault(own_mesh.groups(), (own_mesh, [], ranks))[1].append((param, dim))
     device = _mesh.device_of(mesh.mesh.device_type)
+    if _fits_into_budget(offload_policy, list(groups.values())):
+        offload_policy = OffloadPolicy()
     offloads = isinstance(offload_policy, CPUOffloadPolicy)
     home = torch.device("cpu") if offloads else device  # of the shards
     _managed.move_to(home, sites, ())
@@ -142,7 +162,8 @@ def fully_shard(
         shard_placement_fn: Gets each parameter and returns a Shard with the dim on which to shard it, a
             ShardPlacementResult of torch, which also names a mesh, or None for dim 0.
         mp_policy: The dtypes of parameters in compute, of reductions and of outputs.
-        offload_policy: CPUOffloadPolicy() keeps shards, their gradients and the optimizer state on the host.
+        offload_policy: CPUOffloadPolicy() keeps shards, their gradients and the optimizer state on the host. With a
+            budget, only those of the last layers; see `fsdp_cpp.offload`.
         ignored_params: Parameters that stay as they are: they are not sharded, moved or reduced.
         dp_mesh_dims: The names of the axes of `mesh` over which to shard and to replicate. Then `mesh` has other axes,
             too, and all parameters are DTensors on it.

@@ -166,6 +166,17 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
         self._engine().set_all_reduce_hook(on_stream, None, True)
 
+    def set_reduced_grads_hook(
+        self, hook: Callable[[_C.ReducedGrads], None] | None, *, recurse: bool = True
+    ) -> None:
+        """The hook gets the gradients of each group as soon as a backward has completed them.
+
+        Its argument has the `params`, a function `wait` that waits until the gradients are written, and a function
+        `release`. Call `release` when the parameters are updated: until then, whoever else uses them gets an error.
+        None removes the hook. See `fsdp_cpp.offload.StepInBackward`.
+        """
+        self._engine().set_reduced_grads_hook(hook, recurse)
+
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Takes the buffers of collectives from the process group, if it has an allocator."""
         try:

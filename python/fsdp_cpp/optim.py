@@ -14,6 +14,7 @@ from ._low_precision import LowPrecisionAdamW
 from ._muon import Muon
 from ._optimizers import local_grad_of, loss_of
 from ._placements import local_of
+from .offload import check_updated
 
 __all__ = ["AdamW", "LowPrecisionAdamW", "Muon", "clip_grad_norm_"]
 
@@ -82,6 +83,7 @@ def clip_grad_norm_(
     """torch.nn.utils.clip_grad_norm_ over all ranks. Returns the norm as a plain tensor on every rank."""
     norm_type, max_norm = float(norm_type), float(max_norm)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    check_updated("clip_grad_norm_", parameters)
     if not norm_type > 0:  # of which torch has an opinion of its own
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -156,13 +156,23 @@ void bind_state(py::module_& m) {
             state.handle().set_custom_reduce_scatter(python_reduce_scatter(std::move(comm)));
           })
       .def(
-          "set_all_reduce_hook", [](const ModuleState& state, py::object hook,
-                                    std::optional<c10::Stream> stream, bool on_cpu) {
+          "set_all_reduce_hook",
+          [](const ModuleState& state, py::object hook, std::optional<c10::Stream> stream,
+             bool on_cpu) {
             if (on_cpu) {
               stream = c10::Stream(c10::Stream::DEFAULT, c10::Device(at::kCPU));
             }
             state.handle().set_all_reduce_hook(python_all_reduce_hook(std::move(hook)), stream);
-          });
+          })
+      .def("set_reduced_grads_hook", [](const ModuleState& state, py::object hook, bool recurse) {
+        state.handle().set_reduced_grads_hook(python_reduced_grads_hook(std::move(hook)), recurse);
+      });
+  py::class_<ReducedGrads>(m, "ReducedGrads")
+      .def_readonly("params", &ReducedGrads::params)
+      .def(
+          "wait", [](const ReducedGrads& grads) { grads.wait(); },
+          py::call_guard<py::gil_scoped_release>())
+      .def("release", [](ReducedGrads& grads) { grads.in_use.reset(); });
   m.def("share_comm_ctx", [](const States& modules) { share_comm_ctx(handles_of(modules)); });
   m.def("forward_hooks", &forward_hooks);
 }

@@ -102,4 +102,14 @@ std::function<void(at::Tensor&)> python_all_reduce_hook(py::object hook) {
   };
 }
 
+ReducedGradsHook python_reduced_grads_hook(py::object hook) {
+  if (hook.is_none()) {
+    return {};
+  }
+  return [hook = Reference(std::move(hook))](ReducedGrads grads) {
+    const Locked locked;
+    hook.handle()(std::move(grads));
+  };
+}
+
 } // namespace fsdp::python

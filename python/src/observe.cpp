@@ -72,6 +72,7 @@ void bind_plans(py::module_& m) {
       .def_readonly("num_params", &Group::num_params)
       .def_readonly("numel", &Group::numel)
       .def_readonly("shard_bytes", &Group::shard_bytes)
+      .def_readonly("on_host", &Group::on_host)
       .def_readonly("gathered_bytes", &Group::gathered_bytes)
       .def_readonly("padding_bytes", &Group::padding_bytes)
       .def_readonly("all_gathers", &Group::all_gathers)
