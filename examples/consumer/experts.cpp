@@ -141,9 +141,13 @@ void shard(Net& net) {
     for (const auto* name : {"up", "down"}) {
       fsdp::distribute_parameter(mixture->experts, name, mesh["expert"], {fsdp::Shard{0}});
     }
-    // An expert's gradient adds up over the rows of all ranks, but would be divided by the number
-    // of ranks of "shard" only.
-    fsdp::fully_shard(mixture->experts, {.mesh = mesh["shard"]}).set_gradient_divide_factor(kRanks);
+    // Ranks divide the rows of their experts, however few these are. An expert's gradient adds up
+    // over the rows of all ranks, but would be divided by the number of ranks of "shard" only.
+    const auto by_rows = [](const std::string&, const torch::Tensor&) {
+      return fsdp::BlockShard{2};
+    };
+    fsdp::fully_shard(mixture->experts, {.mesh = mesh["shard"], .shard_placement_fn = by_rows})
+        .set_gradient_divide_factor(kRanks);
     fsdp::fully_shard(mixture);
   }
   fsdp::fully_shard(net);

@@ -36,6 +36,17 @@ struct StridedShard {
   bool operator==(const StridedShard&) const = default;
 };
 
+/// The ranks of the axis hold the chunks of rows, where the first `dims` dims together number the
+/// rows. The local tensor has sizes {1, ..., rows, ...}, with as many dims as the whole one. It is
+/// applied after all other axes, and at most one axis has it. It divides the weights of a few
+/// experts, {experts, rows, columns}, over many ranks, and each part is one run of memory.
+struct BlockShard {
+  int64_t dims = 2;
+  bool operator==(const BlockShard&) const = default;
+  // NOLINTNEXTLINE(google-explicit-constructor): shard_placement_fn may return a BlockShard
+  operator ShardPlacement() const; // defined in policy.h
+};
+
 /// Every rank of the axis holds a term. The tensor is the reduction of all terms.
 struct Partial {
   ReduceOp op = ReduceOp::Sum;
@@ -43,9 +54,9 @@ struct Partial {
 };
 
 /// The way in which a tensor is distributed over the ranks of one mesh axis.
-using Placement = std::variant<Replicate, Shard, StridedShard, Partial>;
+using Placement = std::variant<Replicate, Shard, StridedShard, Partial, BlockShard>;
 
-/// "R", "S(0)", "_S(0, 2)", "P(sum)"; a list is written as "(R, S(0))".
+/// "R", "S(0)", "_S(0, 2)", "B(2)", "P(sum)"; a list is written as "(R, S(0))".
 FSDP_API std::string to_string(const Placement& placement);
 FSDP_API std::string to_string(const std::vector<Placement>& placements);
 

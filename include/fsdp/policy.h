@@ -87,14 +87,19 @@ struct DataParallelMeshDims {
 };
 
 /// The dim along which to shard a parameter, and the mesh to shard it over. By default that is the
-/// mesh of the fully_shard call. A Shard converts to a ShardPlacement.
+/// mesh of the fully_shard call. A Shard and a BlockShard convert to a ShardPlacement.
 struct ShardPlacement {
   int64_t dim = 0;
   std::optional<DeviceMesh> mesh = {};
+  int64_t merged_dims = 1; // more: shard the rows that so many first dims number, see BlockShard
 };
 
 inline Shard::operator ShardPlacement() const {
   return {.dim = dim};
+}
+
+inline BlockShard::operator ShardPlacement() const {
+  return {.merged_dims = dims};
 }
 
 } // namespace fsdp

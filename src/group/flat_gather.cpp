@@ -95,6 +95,9 @@ int64_t FlatParams::make_payloads(const at::Tensor& shard) {
     const auto& part = layout_.parts[layout_.order[k]].shard;
     const auto& geometry = param.geometry();
     TORCH_CHECK_NOT_IMPLEMENTED(
+        geometry.merged_dims == 1, "[fully_shard] parameter '", param.name(),
+        "' has an all-gather extension and cannot be a BlockShard; shard it along dim 0");
+    TORCH_CHECK_NOT_IMPLEMENTED(
         geometry.dim == 0 || geometry.sizes[geometry.dim] % geometry.num_ranks == 0,
         "[fully_shard] parameter '", param.name(),
         "' has an all-gather extension and cannot be "
@@ -144,7 +147,9 @@ void FlatParams::copy_out_all(const PendingGather& gathered) {
   } else if (gathered.buffer.is_same(shard_)) { // one rank: a copy that casts
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     for (const auto& param : params_) {
-      param->unsharded().copy_(param->sharded());
+      const auto& geometry = param->geometry();
+      const auto& shard = param->sharded();
+      param->unsharded().copy_(geometry.merged_dims > 1 ? shard.view(geometry.sizes) : shard);
     }
   } else if (plan_ && device().is_cpu()) {
     copy_out(gathered.buffer, *plan_, whole_->tensor());

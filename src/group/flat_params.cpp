@@ -23,7 +23,14 @@ uint64_t add_sizes(uint64_t hash, const FSDPParam& param) {
   for (const auto size : param.geometry().sizes) {
     hash = add_to_hash(hash, static_cast<uint64_t>(size));
   }
-  return add_to_hash(hash, static_cast<uint64_t>(param.geometry().dim));
+  hash = add_to_hash(hash, static_cast<uint64_t>(param.geometry().dim));
+  return add_to_hash(hash, static_cast<uint64_t>(param.geometry().merged_dims));
+}
+
+ShardGeometry geometry_of(
+    const ParamSpec& spec, const std::vector<int64_t>& sizes, const ProcessGroup& ranks) {
+  return shard_geometry(
+      spec.name, sizes, spec.shard_dim, ranks.size(), ranks.rank(), spec.merged_dims);
 }
 
 } // namespace
@@ -38,9 +45,9 @@ void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh) {
       pieces = piece->piece_sizes();
     }
     for (const auto& sizes : pieces) {
-      (void)shard_geometry(spec.name, sizes, spec.shard_dim, group.size(), group.rank());
+      const auto geometry = geometry_of(spec, sizes, group);
+      (void)data_parallel_placement(mesh, geometry.placement(), sizes, piece.get());
     }
-    (void)data_parallel_placement(mesh, spec.shard_dim, spec.param.sizes().vec(), piece.get());
   } catch (c10::Error& error) {
     error.add_context(c10::str(
         "parameter '", spec.name, "', over ", (mesh.parent ? mesh.parent->mesh : mesh.mesh).str()));
@@ -71,9 +78,7 @@ FlatParams::FlatParams(
   for (const auto& spec : specs) {
     check_shardable(spec, mesh);
     params_.push_back(std::make_unique<FSDPParam>(
-        spec.param, spec.name, mesh,
-        shard_geometry(
-            spec.name, spec.param.sizes().vec(), spec.shard_dim, ranks_.size(), ranks_.rank()),
+        spec.param, spec.name, mesh, geometry_of(spec, spec.param.sizes().vec(), ranks_),
         spec.opaque));
   }
   auto kind = kEmptyHash;
@@ -240,7 +245,7 @@ void FlatParams::attach_param(size_t k, const at::Tensor& shard) {
   }
   const auto sharded = shaped(
       typed_view(shard, part.shard.offset, part.shard.numel, param.dtype()), geometry.shard_sizes);
-  auto unsharded = sharded;
+  auto unsharded = geometry.merged_dims > 1 && !whole_ ? sharded.view(geometry.sizes) : sharded;
   if (whole_) {
     const auto numel = part.gathered.numel * ranks_.size();
     unsharded = shaped(
@@ -455,10 +460,8 @@ void FlatParams::check_whole_values(bool only_steps) {
     const bool is_exact = !param->extension && at::isFloatingType(param->dtype());
     if (is_exact && (!only_steps || at::is_expandable_to(geometry.shard_sizes, geometry.sizes))) {
       const auto whole = param->unsharded().detach();
-      const auto part =
-          whole.narrow(geometry.dim, geometry.offset, geometry.shard_sizes[geometry.dim]);
       if (!at::allclose(
-              part, param->sharded().to(whole.options()), /*rtol=*/0, /*atol=*/0,
+              param->part_of(whole), param->sharded().to(whole.options()), /*rtol=*/0, /*atol=*/0,
               /*equal_nan=*/true)) {
         refuse_write(*param);
       }

@@ -27,7 +27,8 @@ struct ParamSpec {
   at::Tensor param;
   std::string name;
   int64_t shard_dim = 0;
-  bool opaque = false; // see FSDPParam
+  bool opaque = false;     // see FSDPParam
+  int64_t merged_dims = 1; // see BlockShard
 };
 
 /// Throws if the parameter cannot be in a group. Changes nothing.

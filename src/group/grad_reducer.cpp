@@ -163,7 +163,11 @@ Reduction GradReducer::take_grads(at::ScalarType dtype, std::vector<ReduceInput>
       grad = at::zeros(param->geometry().sizes, param->unsharded().options());
     }
     reduction.params.push_back(param.get());
-    inputs.push_back({std::move(grad), param->geometry().dim});
+    const auto& geometry = param->geometry();
+    if (geometry.merged_dims > 1) {
+      grad = grad.reshape(flat_.alone() ? geometry.shard_sizes : geometry.divided_sizes);
+    }
+    inputs.push_back({std::move(grad), geometry.dim});
   }
   return reduction;
 }

@@ -100,7 +100,9 @@ bool tile(const std::vector<Box>& boxes, const std::vector<int64_t>& sizes) {
   return covered == random_volume(std::vector<int64_t>(sizes.size(), 0), sizes);
 }
 
-std::vector<LocalBox> local_boxes(
+namespace {
+
+std::vector<LocalBox> boxes_before_blocks(
     const std::vector<int64_t>& sizes,
     const std::vector<Placement>& placements,
     const std::vector<int64_t>& mesh_shape,
@@ -128,6 +130,62 @@ std::vector<LocalBox> local_boxes(
     boxes = std::move(longer);
   }
   return boxes;
+}
+
+/// Returns the boxes of `rows` among the merged rows of a local tensor of `sizes`: one for each
+/// index of the merged dims but the last one, which has `per_index` rows.
+std::vector<LocalBox> boxes_of_rows(
+    const std::vector<LocalBox>& whole, std::vector<int64_t> sizes, int64_t dims, const Run& rows) {
+  const auto last = static_cast<size_t>(dims - 1);
+  const auto per_index = sizes[last];
+  std::vector<LocalBox> boxes;
+  for (auto row = rows.offset; row < rows.offset + rows.length;) {
+    const auto index = row / per_index;
+    const auto end = std::min((index + 1) * per_index, rows.offset + rows.length);
+    Box part = Box::whole(sizes); // of the local tensor
+    auto rest = index;
+    for (auto dim = last; dim-- > 0;) {
+      part.offsets[dim] = rest % sizes[dim];
+      part.sizes[dim] = 1;
+      rest /= sizes[dim];
+    }
+    part.offsets[last] = row - index * per_index;
+    part.sizes[last] = end - row;
+    for (const auto& [box, at] : whole) {
+      if (auto common = intersection(part, {at, box.sizes})) {
+        LocalBox found{{box.offsets, common->sizes}, std::vector<int64_t>(sizes.size(), 0)};
+        for (size_t dim = 0; dim < sizes.size(); ++dim) {
+          found.box.offsets[dim] += common->offsets[dim] - at[dim];
+          found.at[dim] = dim > last ? common->offsets[dim] : 0;
+        }
+        found.at[last] = row - rows.offset + common->offsets[last] - part.offsets[last];
+        boxes.push_back(std::move(found));
+      }
+    }
+    row = end;
+  }
+  return boxes;
+}
+
+} // namespace
+
+std::vector<LocalBox> local_boxes(
+    const std::vector<int64_t>& sizes,
+    const std::vector<Placement>& placements,
+    const std::vector<int64_t>& mesh_shape,
+    const std::vector<int64_t>& coordinate) {
+  auto boxes = boxes_before_blocks(sizes, placements, mesh_shape, coordinate);
+  const auto blocks = block_step(placements, mesh_shape);
+  if (!blocks) {
+    return boxes;
+  }
+  auto local = sizes_before_blocks(sizes, placements, mesh_shape, coordinate);
+  if (product(local) == 0) {
+    return {};
+  }
+  const auto num_rows = merged_sizes(local, blocks->dims)[static_cast<size_t>(blocks->dims - 1)];
+  const auto rows = chunk_run(num_rows, blocks->num_ranks, coordinate[blocks->axis]);
+  return boxes_of_rows(boxes, std::move(local), blocks->dims, rows);
 }
 
 void for_each_run(

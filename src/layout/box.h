@@ -49,7 +49,8 @@ struct LocalBox {
 };
 
 /// Returns the boxes that the rank at `coordinate` holds: one, none if it holds no elements, or
-/// several if no later mesh axes multiply to the split factor of a StridedShard.
+/// several if no later mesh axes multiply to the split factor of a StridedShard, or if the rows of
+/// a BlockShard reach from one index of the merged dims to the next.
 std::vector<LocalBox> local_boxes(
     const std::vector<int64_t>& sizes,
     const std::vector<Placement>& placements,

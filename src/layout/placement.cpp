@@ -18,6 +18,9 @@ struct Name {
   std::string operator()(const StridedShard& shard) const {
     return c10::str("_S(", shard.dim, ", ", shard.split_factor, ")");
   }
+  std::string operator()(const BlockShard& shard) const {
+    return c10::str("B(", shard.dims, ")");
+  }
   std::string operator()(const Partial& partial) const {
     return c10::str("P(", partial.op.str(), ")");
   }

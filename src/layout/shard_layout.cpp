@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <utility>
 
 namespace fsdp::detail {
 
@@ -108,7 +109,25 @@ int64_t local_length(
   return size;
 }
 
-std::vector<int64_t> local_sizes(
+std::optional<BlockStep> block_step(
+    const std::vector<Placement>& placements, const std::vector<int64_t>& mesh_shape) {
+  for (size_t axis = 0; axis < placements.size(); ++axis) {
+    if (const auto* blocks = std::get_if<BlockShard>(&placements[axis])) {
+      return BlockStep{static_cast<int64_t>(axis), blocks->dims, mesh_shape[axis]};
+    }
+  }
+  return std::nullopt;
+}
+
+std::vector<int64_t> merged_sizes(std::vector<int64_t> sizes, int64_t dims) {
+  const auto last = static_cast<size_t>(dims - 1);
+  for (size_t dim = 0; dim < last; ++dim) {
+    sizes[last] *= std::exchange(sizes[dim], 1);
+  }
+  return sizes;
+}
+
+std::vector<int64_t> sizes_before_blocks(
     const std::vector<int64_t>& sizes,
     const std::vector<Placement>& placements,
     const std::vector<int64_t>& mesh_shape,
@@ -117,6 +136,20 @@ std::vector<int64_t> local_sizes(
   for (size_t dim = 0; dim < sizes.size(); ++dim) {
     result[dim] = local_length(
         sizes[dim], shard_steps(placements, mesh_shape, static_cast<int64_t>(dim)), coordinate);
+  }
+  return result;
+}
+
+std::vector<int64_t> local_sizes(
+    const std::vector<int64_t>& sizes,
+    const std::vector<Placement>& placements,
+    const std::vector<int64_t>& mesh_shape,
+    const std::vector<int64_t>& coordinate) {
+  auto result = sizes_before_blocks(sizes, placements, mesh_shape, coordinate);
+  if (const auto blocks = block_step(placements, mesh_shape)) {
+    result = merged_sizes(std::move(result), blocks->dims);
+    auto& rows = result[static_cast<size_t>(blocks->dims - 1)];
+    rows = chunk_run(rows, blocks->num_ranks, coordinate[blocks->axis]).length;
   }
   return result;
 }
@@ -132,6 +165,7 @@ std::vector<Placement> normalized(
         " does not fit a tensor of ", ndim, " dims");
     dim = dim < 0 ? dim + ndim : dim;
   };
+  bool has_blocks = false;
   for (auto& placement : placements) {
     if (auto* shard = std::get_if<Shard>(&placement)) {
       normalize(shard->dim, placement);
@@ -140,9 +174,20 @@ std::vector<Placement> normalized(
       TORCH_CHECK_VALUE(
           strided->split_factor >= 1, "[DTensor] ", to_string(placement),
           ": the split factor must be positive");
+    } else if (const auto* blocks = std::get_if<BlockShard>(&placement)) {
+      TORCH_CHECK_VALUE(
+          blocks->dims >= 1 && blocks->dims <= ndim, "[DTensor] ", to_string(placement),
+          " does not fit a tensor of ", ndim, " dims");
+      TORCH_CHECK_VALUE(
+          !std::exchange(has_blocks, true), "[DTensor] ", to_string(placements),
+          ": only one axis can have a BlockShard");
     }
   }
   return placements;
+}
+
+bool divides(const Placement& placement) {
+  return shard_dim(placement) >= 0 || std::holds_alternative<BlockShard>(placement);
 }
 
 int64_t shard_dim(const Placement& placement) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include <fsdp/placement.h>
@@ -57,6 +58,27 @@ std::vector<Run> local_runs(
 int64_t local_length(
     int64_t size, const std::vector<ShardStep>& steps, const std::vector<int64_t>& coordinate);
 
+/// The axis of a BlockShard and the dims that it merges.
+struct BlockStep {
+  int64_t axis = 0;
+  int64_t dims = 1;
+  int64_t num_ranks = 1;
+};
+
+/// Returns the axis that a BlockShard divides, or nothing.
+std::optional<BlockStep> block_step(
+    const std::vector<Placement>& placements, const std::vector<int64_t>& mesh_shape);
+
+/// Returns {1, ..., rows, ...}: the first `dims` dims as one, the last of them.
+std::vector<int64_t> merged_sizes(std::vector<int64_t> sizes, int64_t dims);
+
+/// Returns the sizes of the local tensor at `coordinate`, before a BlockShard divides it.
+std::vector<int64_t> sizes_before_blocks(
+    const std::vector<int64_t>& sizes,
+    const std::vector<Placement>& placements,
+    const std::vector<int64_t>& mesh_shape,
+    const std::vector<int64_t>& coordinate);
+
 /// Returns the sizes of the local tensor at `coordinate`.
 std::vector<int64_t> local_sizes(
     const std::vector<int64_t>& sizes,
@@ -71,5 +93,7 @@ std::vector<Placement> normalized(
 
 /// Returns the dim that a Shard or StridedShard divides, and -1 for other placements.
 int64_t shard_dim(const Placement& placement);
+/// True if the ranks of the axis hold different elements.
+bool divides(const Placement& placement);
 
 } // namespace fsdp::detail

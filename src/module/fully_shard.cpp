@@ -203,9 +203,10 @@ int64_t bytes_between_steps(
     const detail::DataParallelMesh& over,
     int num_states) {
   int64_t bytes = 0;
-  for (const auto& [param, name, dim, opaque] : params) {
+  for (const auto& [param, name, dim, opaque, merged_dims] : params) {
     const auto geometry = detail::shard_geometry(
-        name, param.sizes().vec(), dim, over.shard_group.size(), over.shard_group.rank());
+        name, param.sizes().vec(), dim, over.shard_group.size(), over.shard_group.rank(),
+        merged_dims);
     const auto copies = param.requires_grad() ? 2 + num_states : 1;
     bytes += copies * geometry.padded_numel * static_cast<int64_t>(param.element_size());
   }
@@ -250,7 +251,11 @@ FSDPState::Groups make_groups(
     if (found == by_mesh.end()) {
       found = by_mesh.insert(by_mesh.end(), {over, {}});
     }
-    found->second.push_back({param, param_name, placement ? placement->dim : 0});
+    found->second.push_back(
+        {.param = param,
+         .name = param_name,
+         .shard_dim = placement ? placement->dim : 0,
+         .merged_dims = placement ? placement->merged_dims : 1});
   }
   const auto is_of_small_params = [&](const detail::DataParallelMesh& over) {
     return replicas && !over.shard_axis;

@@ -166,9 +166,7 @@ void init_parameters(
       whole = piece->piece_of(whole);
     }
     if (sharded) {
-      const auto& geometry = sharded->geometry();
-      const auto length = geometry.shard_sizes[geometry.dim];
-      whole = whole.narrow(geometry.dim, geometry.offset, length);
+      whole = sharded->part_of(whole);
     }
     values.copy_(whole);
   }

@@ -27,6 +27,38 @@ at::Tensor numbers_of(
   return numbers;
 }
 
+int64_t number_of(at::IntArrayRef index, at::IntArrayRef sizes) {
+  int64_t number = 0;
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    number = number * sizes[dim] + index[dim];
+  }
+  return number;
+}
+
+/// If the boxes, in this order, are one run of the whole tensor, returns the number of its first
+/// element.
+std::optional<int64_t> first_of_run(
+    const std::vector<LocalBox>& boxes, at::IntArrayRef sizes, at::IntArrayRef local_sizes) {
+  const auto first = number_of(boxes.front().box.offsets, sizes);
+  int64_t length = 0;
+  for (const auto& [box, at] : boxes) {
+    size_t dim = 0;
+    while (dim < sizes.size() && box.sizes[dim] == 1) {
+      ++dim;
+    }
+    for (++dim; dim < sizes.size(); ++dim) { // after the first dim that has several elements
+      if (box.sizes[dim] != sizes[dim]) {
+        return std::nullopt;
+      }
+    }
+    if (number_of(box.offsets, sizes) != first + length || number_of(at, local_sizes) != length) {
+      return std::nullopt;
+    }
+    length += box.numel();
+  }
+  return first;
+}
+
 void mix_(const at::Tensor& bits, int shift, uint64_t factor) {
   bits.bitwise_xor_(at::bitwise_right_shift(bits, shift).bitwise_and_(as_signed(~0U >> shift)));
   bits.mul_(as_signed(factor));
@@ -45,13 +77,8 @@ ElementNumbers::ElementNumbers(const at::Tensor& local, const std::optional<Tens
   }
   const auto boxes =
       local_boxes(spec->sizes, spec->placements, spec->mesh.shape(), spec->mesh.get_coordinate());
-  const auto& first = boxes.front().box;
-  bool follow_each_other = boxes.size() == 1;
-  for (size_t dim = 0; dim < spec->sizes.size(); ++dim) {
-    first_ = first_ * spec->sizes[dim] + first.offsets[dim];
-    follow_each_other = follow_each_other && (dim == 0 || first.sizes[dim] == spec->sizes[dim]);
-  }
-  if (follow_each_other) {
+  if (const auto first = first_of_run(boxes, spec->sizes, local.sizes())) {
+    first_ = *first;
     return;
   }
   auto numbers = at::empty(local.sizes(), options_);

@@ -171,11 +171,17 @@ FSDPParam* FSDPParam::of_accumulator(const autograd::Node* node) {
 
 // ------------------------------------------------------------ Faces
 
+at::Tensor FSDPParam::part_of(const at::Tensor& whole) const {
+  return whole.reshape(geometry_.divided_sizes)
+      .narrow(geometry_.dim, geometry_.offset, geometry_.length)
+      .reshape(geometry_.shard_sizes);
+}
+
 at::Tensor FSDPParam::shard_values() const {
   const UnguardedShards unguarded;
   const auto values = param_.detach();
   if (values.sizes() == geometry_.sizes) {
-    return values.narrow(geometry_.dim, geometry_.offset, geometry_.shard_sizes[geometry_.dim]);
+    return part_of(values);
   }
   TORCH_CHECK_VALUE(
       values.sizes() == geometry_.shard_sizes, "[fully_shard] parameter '", name(),

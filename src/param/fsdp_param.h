@@ -103,6 +103,8 @@ class FSDPParam {
 
   // ---- Faces
 
+  /// Returns this rank's part of a tensor of the whole parameter's sizes.
+  at::Tensor part_of(const at::Tensor& whole) const;
   /// Returns this rank's part of the tensor's content, which is the whole parameter or its shard.
   /// The tensor must show its sharded face. Throws ValueError if the sizes fit neither.
   at::Tensor shard_values() const;

@@ -23,13 +23,14 @@ struct Axes {
   }
 };
 
-/// Data parallelism divides last. If a later axis divides the same dim, the Shard of data
-/// parallelism becomes a StridedShard.
+/// Data parallelism divides last, as a BlockShard always does. If a later axis divides the same
+/// dim, the Shard of data parallelism becomes a StridedShard.
 TensorSpec divided_last(Axes axes, size_t shard_axis, std::vector<int64_t> sizes) {
   const auto dim = shard_dim(axes.placements[shard_axis]);
   int64_t split_factor = 1;
   for (size_t axis = shard_axis + 1; axis < axes.placements.size(); ++axis) {
-    split_factor *= shard_dim(axes.placements[axis]) == dim ? axes.mesh->shape()[axis] : 1;
+    const bool divides_same = dim >= 0 && shard_dim(axes.placements[axis]) == dim;
+    split_factor *= divides_same ? axes.mesh->shape()[axis] : 1;
   }
   if (split_factor > 1) {
     axes.placements[shard_axis] = StridedShard{dim, split_factor};
@@ -38,7 +39,8 @@ TensorSpec divided_last(Axes axes, size_t shard_axis, std::vector<int64_t> sizes
 }
 
 /// Returns the placement on the whole mesh, with the axes in mesh order and the shard axes as one.
-TensorSpec placed_in_whole(const DataParallelMesh& mesh, int64_t dim, const TensorPiece& piece) {
+TensorSpec placed_in_whole(
+    const DataParallelMesh& mesh, const Placement& shard, const TensorPiece& piece) {
   const auto& [whole, dims] = *mesh.parent;
   const auto& spec = piece.spec();
   const auto lists = [](const auto& names, const auto& name) {
@@ -50,7 +52,7 @@ TensorSpec placed_in_whole(const DataParallelMesh& mesh, int64_t dim, const Tens
     if (lists(dims.shard, name)) {
       if (!shard_axis) {
         shard_axis = axes.placements.size();
-        axes.add(*mesh.shard_mesh(), {Shard{dim}});
+        axes.add(*mesh.shard_mesh(), {shard});
       }
       continue;
     }
@@ -96,17 +98,21 @@ void check_in_whole(const DataParallelMesh& mesh, const TensorPiece* piece) {
 
 TensorSpec data_parallel_placement(
     const DataParallelMesh& mesh,
-    int64_t dim,
+    const Placement& shard,
     const std::vector<int64_t>& sizes,
     const TensorPiece* piece) {
+  TORCH_CHECK_VALUE(
+      !piece || !block_step(piece->spec().placements, piece->spec().mesh.shape()),
+      "it is divided by a BlockShard already, which must come last: give that to "
+      "shard_placement_fn, and another placement to distribute_parameter");
   if (mesh.parent) {
     check_in_whole(mesh, piece);
-    return placed_in_whole(mesh, dim, *piece);
+    return placed_in_whole(mesh, shard, *piece);
   }
   Axes axes;
   axes.add(mesh.mesh, std::vector<Placement>(mesh.mesh.ndim(), Replicate{}));
   if (mesh.shard_axis) {
-    axes.placements[*mesh.shard_axis] = Shard{dim};
+    axes.placements[*mesh.shard_axis] = shard;
   }
   if (piece) {
     axes.add(piece->spec().mesh, piece->spec().placements);
@@ -121,7 +127,8 @@ std::optional<TensorSpec> placement_of(const at::Tensor& param) {
   if (managed) {
     const auto& geometry = managed->geometry();
     return data_parallel_placement(
-        managed->mesh(), geometry.dim, piece ? piece->spec().sizes : geometry.sizes, piece.get());
+        managed->mesh(), geometry.placement(), piece ? piece->spec().sizes : geometry.sizes,
+        piece.get());
   }
   return piece ? std::optional(piece->spec()) : std::nullopt;
 }
@@ -146,7 +153,7 @@ std::vector<ParamAxis> axes_of(const at::Tensor& param) {
     const auto& spec = piece->spec();
     for (size_t axis = 0; axis < spec.placements.size(); ++axis) {
       add(spec.mesh.get_group(static_cast<int64_t>(axis)), spec.mesh.device_type(),
-          shard_dim(spec.placements[axis]) >= 0);
+          divides(spec.placements[axis]));
     }
   }
   return axes;

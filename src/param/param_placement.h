@@ -14,12 +14,12 @@ namespace fsdp::detail {
 // How a parameter is placed between iterations, by fully_shard, by parallelize_module, or by both.
 // Its gradient is placed the same way.
 
-/// Returns the placement of a parameter that data parallelism shards along `dim`. `sizes` are those
+/// Returns the placement of a parameter that data parallelism divides by `shard`. `sizes` are those
 /// of the whole tensor. If `piece` is not null, data parallelism shards the pieces.
 /// Throws ValueError if the two meshes do not go together.
 TensorSpec data_parallel_placement(
     const DataParallelMesh& mesh,
-    int64_t dim,
+    const Placement& shard,
     const std::vector<int64_t>& sizes,
     const TensorPiece* piece);
 

@@ -15,6 +15,9 @@ namespace {
 
 std::vector<int64_t> even_sizes(
     const at::Tensor& local, const DeviceMesh& mesh, const std::vector<Placement>& placements) {
+  TORCH_CHECK_VALUE(
+      !detail::block_step(placements, mesh.shape()), "[from_local] of ", to_string(placements),
+      ": say the sizes of the whole tensor, too");
   auto sizes = local.sizes().vec();
   for (size_t axis = 0; axis < placements.size(); ++axis) {
     const auto dim = detail::shard_dim(placements[axis]);

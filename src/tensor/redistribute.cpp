@@ -77,6 +77,60 @@ class Redistribution {
       : local_(std::move(local)), now_(std::move(spec)), coordinate_(now_.mesh.get_coordinate()) {}
 
   at::Tensor move_to(const std::vector<Placement>& target) {
+    gather_blocks();
+    const auto blocks = block_step(target, now_.mesh.shape());
+    move_but_blocks(blocks ? without_blocks(target) : target);
+    if (blocks) {
+      take_blocks(*blocks);
+    }
+    return local_;
+  }
+
+  /// Scatters or broadcasts along every axis from the axis's first rank. A source rank that does
+  /// not have the right values yet passes on its own; a later axis overwrites them.
+  at::Tensor distribute_to(const std::vector<Placement>& target) {
+    const auto blocks = block_step(target, now_.mesh.shape());
+    distribute_but_blocks(blocks ? without_blocks(target) : target);
+    if (blocks) {
+      take_blocks(*blocks);
+    }
+    return local_;
+  }
+
+ private:
+  static std::vector<Placement> without_blocks(std::vector<Placement> placements) {
+    for (auto& placement : placements) {
+      if (std::holds_alternative<BlockShard>(placement)) {
+        placement = Replicate{};
+      }
+    }
+    return placements;
+  }
+
+  /// Undoes a BlockShard, which divided last.
+  void gather_blocks() {
+    const auto& shape = now_.mesh.shape();
+    const auto blocks = block_step(now_.placements, shape);
+    if (!blocks) {
+      return;
+    }
+    const auto whole = sizes_before_blocks(now_.sizes, now_.placements, shape, coordinate_);
+    const auto dim = blocks->dims - 1;
+    const ShardStep step{.axis = blocks->axis, .num_ranks = blocks->num_ranks};
+    gather(step, dim, merged_sizes(whole, blocks->dims)[static_cast<size_t>(dim)]);
+    local_ = local_.view(whole);
+    now_.placements[static_cast<size_t>(blocks->axis)] = Replicate{};
+  }
+
+  /// Keeps this rank's rows. Needs no communication.
+  void take_blocks(const BlockStep& blocks) {
+    const auto rows = local_.reshape(merged_sizes(local_.sizes().vec(), blocks.dims));
+    const auto dim = blocks.dims - 1;
+    const auto run = chunk_run(rows.size(dim), blocks.num_ranks, coordinate_[blocks.axis]);
+    local_ = rows.narrow(dim, run.offset, run.length).clone(at::MemoryFormat::Contiguous);
+  }
+
+  void move_but_blocks(const std::vector<Placement>& target) {
     for (int64_t axis = 0; axis < num_axes(); ++axis) {
       if (std::holds_alternative<Partial>(now_.placements[axis]) &&
           now_.placements[axis] != target[axis]) {
@@ -95,12 +149,9 @@ class Redistribution {
         make_partial(axis, *partial);
       }
     }
-    return local_;
   }
 
-  /// Scatters or broadcasts along every axis from the axis's first rank. A source rank that does
-  /// not have the right values yet passes on its own; a later axis overwrites them.
-  at::Tensor distribute_to(const std::vector<Placement>& target) {
+  void distribute_but_blocks(const std::vector<Placement>& target) {
     for (int64_t dim = 0; dim < num_dims(); ++dim) {
       for (const auto& step : steps(target, dim)) {
         scatter(step, dim);
@@ -118,10 +169,8 @@ class Redistribution {
         make_partial(axis, *partial);
       }
     }
-    return local_;
   }
 
- private:
   int64_t num_axes() const {
     return now_.mesh.ndim();
   }

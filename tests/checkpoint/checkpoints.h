@@ -80,6 +80,7 @@ inline std::vector<Sample> samples_1d() {
       {"flags", {11}, at::kBool, {Shard{0}}},
       {"strided", {12, 2}, at::kFloat, {StridedShard{0, 2}}},
       {"strided_cols", {3, 10}, at::kInt, {StridedShard{1, 3}}},
+      {"blocks", {3, 5, 2}, at::kFloat, {BlockShard{2}}},
       {"same", {4, 4}, at::kHalf, {Replicate{}}},
       {"nothing", {0, 3}, at::kFloat, {Shard{0}}},
       {"plain", {7}, at::kLong},

@@ -105,6 +105,19 @@ TEST(Extensions, SendFewerBytes) {
   });
 }
 
+TEST(CustomGathers, RefuseBlocks) {
+  run_ranks(2, [](int) {
+    auto net = seeded<MLP>(4);
+    fully_shard(net, {.shard_placement_fn = [](const auto&, const torch::Tensor& param) {
+                  return ShardPlacement{.merged_dims = param.dim()};
+                }});
+    set_all_gather_extension(net->in_proj->weight, std::make_shared<PlainExtension>());
+    EXPECT_TRUE(contains(
+        message_of<c10::NotImplementedError>([&] { net(random_batch(0, {2, 4})); }),
+        "'in_proj.weight' has an all-gather extension and cannot be a BlockShard"));
+  });
+}
+
 TEST(CustomGathers, ExtensionsThatMoveAndGo) {
   run_ranks(2, [](int) {
     auto [net, reference] = twins<MLP>(5);

@@ -26,6 +26,22 @@ TEST(InitParameters, GivesTheSameValuesAtEveryWorldSize) {
   }
 }
 
+TEST(InitParameters, OfBlocksOfRows) {
+  auto reference = seeded<MLP>(5);
+  init_parameters(reference, fill_randomly, 5);
+  for (const int n : {1, 2, 3, 4}) {
+    run_ranks(n, [&](int) {
+      auto net = on_meta<MLP>(5);
+      fully_shard(net, {.shard_placement_fn = [](const auto&, const torch::Tensor& param) {
+                    return BlockShard{param.dim()};
+                  }});
+      to_empty(net);
+      init_parameters(net, fill_randomly, 5);
+      expect_parity(*net, *reference, 0);
+    });
+  }
+}
+
 TEST(InitParameters, WorksOnWhatHasValues) {
   run_ranks(2, [](int) {
     auto [net, reference] = twins<TwoMLPs>(6);

@@ -131,6 +131,11 @@ std::optional<ShardPlacement> odd_dims(const std::string& name, const torch::Ten
              : std::nullopt;
 }
 
+/// Ranks have parts of one or several matrices of a stack.
+std::optional<ShardPlacement> rows_of_stacks(const std::string&, const torch::Tensor& param) {
+  return param.dim() > 2 ? std::optional<ShardPlacement>(BlockShard{2}) : std::nullopt;
+}
+
 // ------------------------------------------------------------ One rank
 
 TEST(Muon, EqualsTheFormula) {
@@ -232,12 +237,14 @@ TEST(Muon, RefusesOptionsThatCannotBe) {
 TEST(Muon, ShardedEqualsUnsharded) {
   for (const int n : {1, 2, 3, 4, 7}) {
     run_ranks(n, [n](int) {
-      for (const int64_t numel : {1, 30, 100000}) {
-        SCOPED_TRACE(c10::str(n, " ranks, ", numel, " elements at a time"));
-        auto net = seeded<Shapes>();
-        fully_shard(net, {.shard_placement_fn = odd_dims});
-        expect_parity_in_training(
-            net, get_rank(), [&](Muon& muon) { muon.set_exchange_numel(numel); });
+      for (const auto& placements : {odd_dims, rows_of_stacks}) {
+        for (const int64_t numel : {1, 30, 100000}) {
+          SCOPED_TRACE(c10::str(n, " ranks, ", numel, " elements at a time"));
+          auto net = seeded<Shapes>();
+          fully_shard(net, {.shard_placement_fn = placements});
+          expect_parity_in_training(
+              net, get_rank(), [&](Muon& muon) { muon.set_exchange_numel(numel); });
+        }
       }
     });
   }
@@ -246,9 +253,11 @@ TEST(Muon, ShardedEqualsUnsharded) {
 TEST(Muon, ReplicasDivideTheMatrices) {
   run_ranks(4, [](int) {
     const auto mesh = init_device_mesh(test_device(), {2, 2}, {"replicate", "shard"});
-    auto net = seeded<Shapes>();
-    fully_shard(net, {.mesh = mesh, .shard_placement_fn = odd_dims});
-    expect_parity_in_training(net);
+    for (const auto& placements : {odd_dims, rows_of_stacks}) {
+      auto net = seeded<Shapes>();
+      fully_shard(net, {.mesh = mesh, .shard_placement_fn = placements});
+      expect_parity_in_training(net);
+    }
   });
 }
 

@@ -98,12 +98,13 @@ TEST(Rounding, RandomBitsAreUniformAndIndependent) {
 
 TEST(Rounding, ElementsHaveTheirNumbersInTheWhole) {
   for (const int n : {1, 2, 3, 4}) {
-    for (const int64_t dim : {0, 1, 2}) {
+    for (const ShardPlacement& placement :
+         std::vector<ShardPlacement>{Shard{0}, Shard{1}, Shard{2}, BlockShard{2}, BlockShard{3}}) {
       run_ranks(n, [&](int) {
-        SCOPED_TRACE_OF(n, dim);
+        SCOPED_TRACE_OF(n, placement.dim, placement.merged_dims);
         auto net = seeded<Holder>(std::vector<int64_t>{5, 4, 7});
         fully_shard(net, {.shard_placement_fn = [&](const auto&, const auto&) {
-                      return std::optional<ShardPlacement>(Shard{dim});
+                      return std::optional(placement);
                     }});
         expect_numbers(net->weight);
       });

@@ -121,12 +121,18 @@ inline void parallelize(ExpertsNet& net, const ExpertMeshes& meshes) {
   }
 }
 
+/// With `merged_dims` of 2, the ranks of efsdp divide the rows of a rank's experts, not the
+/// experts.
 inline void shard(
-    ExpertsNet& net, const ExpertMeshes& meshes, const ReshardAfterForward& reshard = true) {
+    ExpertsNet& net,
+    const ExpertMeshes& meshes,
+    const ReshardAfterForward& reshard = true,
+    int64_t merged_dims = 1) {
   FullyShardOptions options{.mesh = meshes.dense()};
   options.shard_placement_fn = [&](const std::string& name, const torch::Tensor&) {
     return std::optional(
-        name.starts_with("experts.") ? ShardPlacement{0, meshes.experts()} : ShardPlacement{0});
+        name.starts_with("experts.") ? ShardPlacement{0, meshes.experts(), merged_dims}
+                                     : ShardPlacement{0});
   };
   for (auto& block : net->blocks) {
     fully_shard(block, options);

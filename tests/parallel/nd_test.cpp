@@ -146,13 +146,13 @@ TEST_P(ExpertParallel, TrainsLikeTheUnshardedModel) {
   run_ranks(num_ranks(), [](int) {
     const ExpertMeshes meshes(GetParam());
     const int64_t dim = 6;
-    for (const ReshardAfterForward reshard :
-         {ReshardAfterForward(true), ReshardAfterForward(false)}) {
-      SCOPED_TRACE_OF(reshard);
+    for (const auto& [reshard, merged_dims] :
+         {std::pair(ReshardAfterForward(true), 1), {true, 2}, {false, 1}, {false, 2}}) {
+      SCOPED_TRACE_OF(reshard, merged_dims);
       auto net = in_double<ExpertsNet>(dim);
       auto reference = in_double<ExpertsNet>(dim);
       parallelize(net, meshes);
-      shard(net, meshes, reshard);
+      shard(net, meshes, reshard, merged_dims);
       expect_parity(*net, *reference, 0);
       torch::optim::AdamW optimizer(net->parameters(), 1e-2);
       torch::optim::AdamW expected_optimizer(reference->parameters(), 1e-2);
@@ -178,28 +178,31 @@ TEST_P(ExpertParallel, TrainsLikeTheUnshardedModel) {
 TEST_P(ExpertParallel, PlacementsSayWhoHasWhat) {
   run_ranks(num_ranks(), [](int) {
     const ExpertMeshes meshes(GetParam());
-    auto net = in_double<ExpertsNet>(4);
-    parallelize(net, meshes);
-    shard(net, meshes);
-    Names names{"efsdp", "ep"};
-    Placements w1{StridedShard{0, 2}, Shard{0}}, w2 = w1, norm{Shard{0}};
-    if (meshes.grid.size("tp") > 1) {
-      names.emplace_back("tp");
-      w1.emplace_back(Shard{2});
-      w2.emplace_back(Shard{1});
-    }
-    if (meshes.replicates()) {
-      names.insert(names.begin(), "replicate");
-      for (auto* placements : {&w1, &w2, &norm}) {
-        placements->insert(placements->begin(), Replicate{});
+    for (const bool by_rows : {false, true}) {
+      auto net = in_double<ExpertsNet>(4);
+      parallelize(net, meshes);
+      shard(net, meshes, true, by_rows ? 2 : 1);
+      Names names{"efsdp", "ep"};
+      const Placement over_efsdp = by_rows ? Placement(BlockShard{2}) : StridedShard{0, 2};
+      Placements w1{over_efsdp, Shard{0}}, w2 = w1, norm{Shard{0}};
+      if (meshes.grid.size("tp") > 1) {
+        names.emplace_back("tp");
+        w1.emplace_back(Shard{2});
+        w2.emplace_back(Shard{1});
       }
+      if (meshes.replicates()) {
+        names.insert(names.begin(), "replicate");
+        for (auto* placements : {&w1, &w2, &norm}) {
+          placements->insert(placements->begin(), Replicate{});
+        }
+      }
+      auto& block = net->blocks[1];
+      EXPECT_EQ(as_dtensor(block->experts->w1).device_mesh().names(), names);
+      EXPECT_EQ(as_dtensor(block->experts->w1).placements(), w1);
+      EXPECT_EQ(as_dtensor(block->experts->w2).placements(), w2);
+      EXPECT_EQ(as_dtensor(block->norm->weight).placements(), norm);
+      EXPECT_EQ(as_dtensor(block->norm->weight).device_mesh(), meshes.dense());
     }
-    auto& block = net->blocks[1];
-    EXPECT_EQ(as_dtensor(block->experts->w1).device_mesh().names(), names);
-    EXPECT_EQ(as_dtensor(block->experts->w1).placements(), w1);
-    EXPECT_EQ(as_dtensor(block->experts->w2).placements(), w2);
-    EXPECT_EQ(as_dtensor(block->norm->weight).placements(), norm);
-    EXPECT_EQ(as_dtensor(block->norm->weight).device_mesh(), meshes.dense());
   });
 }
 
@@ -211,7 +214,7 @@ TEST_P(ExpertParallel, NormsOverAllMeshesAreThoseOfTheWhole) {
       auto net = in_double<ExpertsNet>(5);
       auto reference = in_double<ExpertsNet>(5);
       parallelize(net, meshes);
-      shard(net, meshes);
+      shard(net, meshes, true, order == 2 ? 2 : 1);
       loss_of(net, meshes, 0, 5).backward();
       loss_of(reference, meshes, 0, 5).backward();
       average_gradients(reference, meshes.grid.size("ep"));

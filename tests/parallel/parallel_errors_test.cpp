@@ -201,6 +201,12 @@ TEST_F(ParallelErrors, MeshesOfFullyShardThatDoNotGoTogether) {
     refused(
         *net, [&] { distribute_parameter(net->in_proj, "weight", tp, {Shard{1}}); },
         {"lies (S(0)) on DeviceMesh(cpu, tp=2) already"});
+    auto blocks = seeded<Linear>(4, 4);
+    const auto grid = init_device_mesh(torch::kCPU, {1, 2}, {"dp", "tp"});
+    distribute_parameter(blocks, "weight", grid["tp"], {BlockShard{2}});
+    refused(
+        *blocks, [&] { fully_shard(blocks, {.mesh = grid["dp"]}); },
+        {"parameter 'weight'", "it is divided by a BlockShard already, which must come last"});
     refused(
         *net, [&] { distribute_parameter(net->in_proj, "wait", tp, {Shard{1}}); },
         {"has no parameter 'wait' to divide over DeviceMesh(cpu, tp=2); it has weight, bias"});

@@ -33,6 +33,12 @@ TEST(ShardGeometry, PadsEveryShardToTheLongest) {
   EXPECT_EQ(uneven.shard_sizes, (Sizes{5, 0}));
   EXPECT_EQ(uneven.padded_sizes, (Sizes{5, 2}));
   EXPECT_EQ(uneven.shard_sizes_of(2), (Sizes{5, 2}));
+  const auto rows = shard_geometry("w", {3, 5, 2}, 0, 4, 3, /*merged_dims=*/2); // 15 rows
+  EXPECT_EQ(rows.shard_sizes, (Sizes{1, 3, 2}));
+  EXPECT_EQ(rows.divided_sizes, (Sizes{15, 2}));
+  EXPECT_EQ(rows.padded_sizes, (Sizes{1, 4, 2}));
+  EXPECT_EQ(rows.offset, 12);
+  EXPECT_EQ(rows.gathered_numel(), 32);
 }
 
 TEST(ShardGeometry, RefusesWithTheParametersName) {
@@ -44,6 +50,9 @@ TEST(ShardGeometry, RefusesWithTheParametersName) {
   };
   refused({}, 0, "Change block.w to a 1D tensor");
   refused({4}, 1, "Shard dim 1 is invalid for 1D tensor");
+  const auto message =
+      message_of<c10::Error>([&] { shard_geometry("block.w", {2, 3}, 0, 4, 0, 3); });
+  EXPECT_TRUE(contains(message, "cannot merge 3 dims to shard along dim 0 of parameter 'block.w'"));
 }
 
 TEST(FreeableBuffer, KeepsItsStorageObjectAndItsViews) {

@@ -83,9 +83,14 @@ TEST(ModelStateDict, SavesAndLoadsOnEveryLayout) {
         meshes.push_back(init_device_mesh(test_device(), {n / 2, 2}, {"replicas", "shards"}));
       }
       for (const auto& mesh : meshes) {
-        for (const int64_t dim : {2, 3, 4, 5, 16}) {
+        for (const int64_t dim : {2, 3, 4, 5, 7, 16}) {
           SCOPED_TRACE(c10::str(mesh.str(), ", dim ", dim));
           FullyShardOptions options{.mesh = mesh};
+          if (dim == 7) {
+            options.shard_placement_fn = [](const std::string&, const torch::Tensor& param) {
+              return BlockShard{param.dim()};
+            };
+          }
           if (dim == 16) {
             if (dim % n != 0) {
               continue;

@@ -4,6 +4,7 @@
 
 #include <fsdp/distributed.h>
 
+#include "layout/box.h"
 #include "layout/shard_layout.h"
 #include "support/tensors.h"
 
@@ -35,7 +36,39 @@ torch::Tensor expected_local(const torch::Tensor& full, const DTensor& spread) {
     }
     local = torch::cat(pieces, dim);
   }
+  const auto& mesh = spread.device_mesh();
+  for (size_t axis = 0; axis < spread.placements().size(); ++axis) {
+    if (const auto* blocks = std::get_if<BlockShard>(&spread.placements()[axis])) {
+      const auto last = blocks->dims - 1;
+      auto sizes = local.sizes().vec();
+      for (int64_t dim = 0; dim < last; ++dim) {
+        sizes[last] *= sizes[dim];
+        sizes[dim] = 1;
+      }
+      const auto chunks = local.reshape(sizes).chunk(mesh.shape()[axis], last);
+      const auto index = static_cast<size_t>(mesh.get_coordinate()[axis]);
+      local = index < chunks.size() ? chunks[index] : chunks[0].narrow(last, 0, 0);
+    }
+  }
   return local;
+}
+
+void expect_boxes(const DTensor& spread, const torch::Tensor& full) {
+  const auto& mesh = spread.device_mesh();
+  int64_t numel = 0;
+  for (const auto& [box, at] : detail::local_boxes(
+           spread.sizes().vec(), spread.placements(), mesh.shape(), mesh.get_coordinate())) {
+    auto mine = spread.to_local();
+    auto whole = full;
+    for (int64_t dim = 0; dim < full.dim(); ++dim) {
+      const auto i = static_cast<size_t>(dim);
+      mine = mine.narrow(dim, at[i], box.sizes[i]);
+      whole = whole.narrow(dim, box.offsets[i], box.sizes[i]);
+    }
+    EXPECT_TRUE(torch::equal(mine, whole));
+    numel += box.numel();
+  }
+  EXPECT_EQ(numel, spread.to_local().numel());
 }
 
 void expect_holds(const DTensor& spread, const torch::Tensor& full) {
@@ -46,6 +79,7 @@ void expect_holds(const DTensor& spread, const torch::Tensor& full) {
   });
   if (!partial) {
     EXPECT_SAME(spread.to_local(), expected_local(full, spread));
+    expect_boxes(spread, full);
   }
   EXPECT_TRUE(spread.to_local().is_contiguous());
   EXPECT_EQ(spread.sizes(), full.sizes());
@@ -54,8 +88,15 @@ void expect_holds(const DTensor& spread, const torch::Tensor& full) {
 
 const std::vector<Placement>& choices() {
   static const std::vector<Placement> all{Replicate{},        Shard{0},           Shard{1},
-                                          StridedShard{0, 2}, StridedShard{1, 3}, Partial{}};
+                                          StridedShard{0, 2}, StridedShard{1, 3}, Partial{},
+                                          BlockShard{1},      BlockShard{2}};
   return all;
+}
+
+bool is_valid(const Placements& placements) {
+  return std::count_if(placements.begin(), placements.end(), [](const auto& placement) {
+           return std::holds_alternative<BlockShard>(placement);
+         }) <= 1;
 }
 
 class OneAxis : public testing::TestWithParam<int> {};
@@ -87,12 +128,17 @@ TEST(TwoAxes, RedistributeFromEverythingToEverything) {
     const auto full = sample({7, 5});
     for (const auto& a : choices()) {
       for (const auto& b : choices()) {
+        if (!is_valid({a, b})) {
+          continue;
+        }
         SCOPED_TRACE("from " + to_string(Placements{a, b}));
         const auto spread = distribute_tensor(full, mesh, {a, b});
         expect_holds(spread, full);
         for (const auto& c : choices()) {
           for (const auto& d : choices()) {
-            expect_holds(spread.redistribute({c, d}), full);
+            if (is_valid({c, d})) {
+              expect_holds(spread.redistribute({c, d}), full);
+            }
           }
         }
       }
@@ -109,6 +155,63 @@ TEST(FourAxes, RoundTrip) {
     expect_holds(spread, full);
     expect_holds(spread.redistribute({Shard{2}, Shard{1}, Partial{}, Shard{0}}), full);
     expect_holds(spread.redistribute({Shard{0}, Shard{0}, Shard{0}, Shard{0}}), full);
+  });
+}
+
+// As the weights of experts: rows of each on several ranks, or ranks with parts of two of them.
+TEST(BlockShard, DividesTheRowsOfSeveralDims) {
+  for (const int n : {1, 2, 3, 4, 7, 8}) {
+    run_ranks(n, [&](int rank) {
+      const auto mesh = init_device_mesh(torch::kCPU, {n}, {"dp"});
+      for (const auto& sizes : {std::vector<int64_t>{2, 4, 3}, {3, 5, 2}, {8, 1, 2}, {2, 0, 3}}) {
+        SCOPED_TRACE_OF(n, sizes);
+        const auto full = sample(sizes);
+        for (const int64_t dims : {1, 2, 3}) {
+          const auto spread = distribute_tensor(full, mesh, {BlockShard{dims}});
+          expect_holds(spread, full);
+          expect_holds(spread.redistribute({Shard{1}}), full);
+          expect_holds(spread.redistribute({Shard{2}}).redistribute({BlockShard{dims}}), full);
+        }
+      }
+      const auto spread = distribute_tensor(sample({2, 4, 3}), mesh, {BlockShard{2}});
+      if (n == 4) {
+        EXPECT_SAME(
+            spread.to_local(),
+            sample({2, 4, 3}).select(0, rank / 2).narrow(0, rank % 2 * 2, 2).unsqueeze(0));
+      }
+    });
+  }
+  run_ranks(6, [](int) { // after the other axis, whichever comes first
+    const auto mesh = init_device_mesh(torch::kCPU, {3, 2}, {"dp", "ep"});
+    const auto full = sample({4, 5, 3});
+    for (const auto& other : choices()) {
+      for (const auto& placements :
+           {Placements{other, BlockShard{2}}, Placements{BlockShard{2}, other}}) {
+        if (is_valid(placements)) {
+          SCOPED_TRACE(to_string(placements));
+          const auto spread = distribute_tensor(full, mesh, placements);
+          expect_holds(spread, full);
+          expect_holds(spread.redistribute({Shard{2}, Shard{0}}), full);
+        }
+      }
+    }
+  });
+}
+
+TEST(BlockShard, RefusesWhatDoesNotFit) {
+  run_ranks(2, [](int) {
+    const auto mesh = init_device_mesh(torch::kCPU, {2, 1}, {"dp", "ep"});
+    const auto refused = [&](const Placements& placements, const std::string& part) {
+      const auto message = message_of<c10::ValueError>(
+          [&] { distribute_tensor(torch::zeros({2, 2}), mesh, placements); });
+      EXPECT_TRUE(contains(message, part));
+    };
+    refused({BlockShard{3}, Replicate{}}, "B(3) does not fit a tensor of 2 dims");
+    refused({BlockShard{0}, Replicate{}}, "B(0) does not fit a tensor of 2 dims");
+    refused({BlockShard{2}, BlockShard{2}}, "only one axis can have a BlockShard");
+    const auto message = message_of<c10::ValueError>(
+        [&] { DTensor::from_local(torch::zeros({1, 2}), mesh["dp"], {BlockShard{2}}); });
+    EXPECT_TRUE(contains(message, "(B(2)): say the sizes of the whole tensor, too"));
   });
 }
 
