@@ -36,10 +36,11 @@ struct StridedShard {
   bool operator==(const StridedShard&) const = default;
 };
 
-/// The ranks of the axis hold the chunks of rows, where the first `dims` dims together number the
-/// rows. The local tensor has sizes {1, ..., rows, ...}, with as many dims as the whole one. It is
-/// applied after all other axes, and at most one axis has it. It divides the weights of a few
-/// experts, {experts, rows, columns}, over many ranks, and each part is one run of memory.
+/// The first `dims` dims, two or more, count as one, and the ranks of the axis hold its chunks. So
+/// the weights of a few experts, {experts, rows, columns}, are divided over many ranks by the rows
+/// of all experts, and each part is one run of memory. The local tensor has as many dims as the
+/// whole one: {1, its rows, columns}. It is applied after all other axes, and only one axis can
+/// have it.
 struct BlockShard {
   int64_t dims = 2;
   bool operator==(const BlockShard&) const = default;

@@ -91,7 +91,7 @@ struct DataParallelMeshDims {
 struct ShardPlacement {
   int64_t dim = 0;
   std::optional<DeviceMesh> mesh = {};
-  int64_t merged_dims = 1; // more: shard the rows that so many first dims number, see BlockShard
+  int64_t merged_dims = 1; // if more, the first dims are divided as one, see BlockShard
 };
 
 inline Shard::operator ShardPlacement() const {

@@ -149,7 +149,37 @@ std::vector<double> shares(const std::vector<json>& items) {
   return result;
 }
 
+/// Joins two parts if they are neighbours in the tensor and in memory, as the experts of a
+/// BlockShard are. Each part of a tensor takes a file of its own.
+std::optional<Part> joined(const Part& first, const Part& second) {
+  const auto& [from, to] = std::pair(first.box, second.box);
+  size_t dim = 0;
+  while (dim < from.sizes.size() && from.sizes[dim] == 1 && to.sizes[dim] == 1 &&
+         from.offsets[dim] == to.offsets[dim]) {
+    ++dim;
+  }
+  if (dim == from.sizes.size() || from.offsets[dim] + from.sizes[dim] != to.offsets[dim] ||
+      !first.data.is_contiguous() || !second.data.is_contiguous() ||
+      first.data.storage_offset() + first.data.numel() != second.data.storage_offset()) {
+    return std::nullopt;
+  }
+  for (auto other = dim + 1; other < from.sizes.size(); ++other) {
+    if (from.sizes[other] != to.sizes[other] || from.offsets[other] != to.offsets[other]) {
+      return std::nullopt;
+    }
+  }
+  Part both = first;
+  both.box.sizes[dim] += to.sizes[dim];
+  at::DimVector strides(both.box.sizes.size(), 1);
+  for (auto i = strides.size(); i-- > 1;) {
+    strides[i - 1] = strides[i] * both.box.sizes[i];
+  }
+  both.data = first.data.as_strided(both.box.sizes, strides);
+  return both;
+}
+
 void add_parts(const std::string& key, const LocalTensor& tensor, std::vector<Part>& parts) {
+  const auto num_before = parts.size();
   for (const auto& [box, at] : tensor.boxes) {
     auto data = tensor.local.detach();
     if (box.numel() == 0) { // the whole tensor is empty; the local part may have other sizes
@@ -159,6 +189,14 @@ void add_parts(const std::string& key, const LocalTensor& tensor, std::vector<Pa
       data = data.narrow(static_cast<int64_t>(dim), at[dim], box.sizes[dim]);
     }
     parts.push_back({key, box, std::move(data)});
+    while (parts.size() > num_before + 1) {
+      auto both = joined(parts.end()[-2], parts.back());
+      if (!both) {
+        break;
+      }
+      parts.pop_back();
+      parts.back() = std::move(*both);
+    }
   }
 }
 

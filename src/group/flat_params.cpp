@@ -45,9 +45,11 @@ void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh) {
       pieces = piece->piece_sizes();
     }
     for (const auto& sizes : pieces) {
-      const auto geometry = geometry_of(spec, sizes, group);
-      (void)data_parallel_placement(mesh, geometry.placement(), sizes, piece.get());
+      (void)geometry_of(spec, sizes, group);
     }
+    const auto sizes = spec.param.sizes().vec();
+    (void)data_parallel_placement(
+        mesh, geometry_of(spec, sizes, group).placement(), sizes, piece.get());
   } catch (c10::Error& error) {
     error.add_context(c10::str(
         "parameter '", spec.name, "', over ", (mesh.parent ? mesh.parent->mesh : mesh.mesh).str()));

@@ -132,8 +132,9 @@ std::vector<LocalBox> boxes_before_blocks(
   return boxes;
 }
 
-/// Returns the boxes of `rows` among the merged rows of a local tensor of `sizes`: one for each
-/// index of the merged dims but the last one, which has `per_index` rows.
+/// Returns the boxes of these merged rows of a local tensor of `sizes`. Each box lies at one index
+/// of the merged dims, the last of them left out, so that it is a box of the local tensor, too.
+/// `whole` are the boxes of the local tensor with all rows.
 std::vector<LocalBox> boxes_of_rows(
     const std::vector<LocalBox>& whole, std::vector<int64_t> sizes, int64_t dims, const Run& rows) {
   const auto last = static_cast<size_t>(dims - 1);

@@ -176,8 +176,8 @@ std::vector<Placement> normalized(
           ": the split factor must be positive");
     } else if (const auto* blocks = std::get_if<BlockShard>(&placement)) {
       TORCH_CHECK_VALUE(
-          blocks->dims >= 1 && blocks->dims <= ndim, "[DTensor] ", to_string(placement),
-          " does not fit a tensor of ", ndim, " dims");
+          blocks->dims >= 2 && blocks->dims <= ndim, "[DTensor] ", to_string(placement),
+          " does not fit a tensor of ", ndim, " dims; it merges two or more");
       TORCH_CHECK_VALUE(
           !std::exchange(has_blocks, true), "[DTensor] ", to_string(placements),
           ": only one axis can have a BlockShard");

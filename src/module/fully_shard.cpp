@@ -255,7 +255,7 @@ FSDPState::Groups make_groups(
         {.param = param,
          .name = param_name,
          .shard_dim = placement ? placement->dim : 0,
-         .merged_dims = placement ? placement->merged_dims : 1});
+         .merged_dims = placement && over.shard_axis ? placement->merged_dims : 1});
   }
   const auto is_of_small_params = [&](const detail::DataParallelMesh& over) {
     return replicas && !over.shard_axis;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <numeric>
 #include <utility>
 
@@ -69,8 +70,11 @@ class BucketPlan {
   std::vector<HeldPart> parts_of(const Matrix& matrix, int rank) const {
     const auto& param = params_[matrix.param];
     std::vector<HeldPart> parts;
-    for (const auto& local :
-         local_boxes(param.sizes, param.placements, mesh_.shape, coordinates_[rank])) {
+    auto [boxes, is_new] = boxes_.try_emplace({matrix.param, rank});
+    if (is_new) {
+      boxes->second = local_boxes(param.sizes, param.placements, mesh_.shape, coordinates_[rank]);
+    }
+    for (const auto& local : boxes->second) {
       if (const auto both = intersection(local.box, matrix.box)) {
         parts.push_back(
             {{plus(minus(both->offsets, local.box.offsets), local.at), both->sizes},
@@ -173,8 +177,9 @@ class BucketPlan {
 
   const std::vector<MatrixParam>& params_;
   const MatrixMesh& mesh_;
-  std::vector<Coordinate> coordinates_; // of all ranks
-  std::vector<double> load_;            // the operations of each rank, of all buckets so far
+  std::vector<Coordinate> coordinates_;                                   // of all ranks
+  mutable std::map<std::pair<size_t, int>, std::vector<LocalBox>> boxes_; // by parameter and rank
+  std::vector<double> load_; // the operations of each rank, of all buckets so far
 };
 
 } // namespace

@@ -221,6 +221,7 @@ void record_uneven_division(const DeviceMesh& mesh, int64_t dim, int64_t length)
 bool can_move(const Placement& placement) {
   const auto* partial = std::get_if<Partial>(&placement);
   return !std::holds_alternative<StridedShard>(placement) &&
+         !std::holds_alternative<BlockShard>(placement) &&
          (!partial || partial->op.kind() == ReduceOp::Sum);
 }
 

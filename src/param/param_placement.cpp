@@ -102,9 +102,10 @@ TensorSpec data_parallel_placement(
     const std::vector<int64_t>& sizes,
     const TensorPiece* piece) {
   TORCH_CHECK_VALUE(
-      !piece || !block_step(piece->spec().placements, piece->spec().mesh.shape()),
-      "it is divided by a BlockShard already, which must come last: give that to "
-      "shard_placement_fn, and another placement to distribute_parameter");
+      !piece || !mesh.shard_axis ||
+          !block_step(piece->spec().placements, piece->spec().mesh.shape()),
+      "it is divided by a BlockShard already, and nothing can be divided after that: give the "
+      "BlockShard to shard_placement_fn, and another placement to distribute_parameter");
   if (mesh.parent) {
     check_in_whole(mesh, piece);
     return placed_in_whole(mesh, shard, *piece);

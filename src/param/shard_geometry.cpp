@@ -26,6 +26,7 @@ Placement ShardGeometry::placement() const {
 }
 
 std::vector<int64_t> ShardGeometry::shard_sizes_of(int64_t rank) const {
+  TORCH_INTERNAL_ASSERT(merged_dims == 1);
   auto of_rank = sizes;
   of_rank[dim] = chunk_run(sizes[dim], num_ranks, rank).length;
   return of_rank;
@@ -48,9 +49,9 @@ ShardGeometry shard_geometry(
   dim = dim < 0 ? dim + ndim : dim;
   TORCH_CHECK_VALUE(
       merged_dims >= 1 && merged_dims <= ndim && (merged_dims == 1 || dim == 0),
-      "[fully_shard] cannot merge ", merged_dims, " dims to shard along dim ", dim,
-      " of parameter '", name, "' ", c10::IntArrayRef(sizes),
-      "; give BlockShard a number of its dims");
+      "[fully_shard] cannot merge ", merged_dims, " dims of parameter '", name, "' ",
+      c10::IntArrayRef(sizes), " along dim ", dim, "; merge 2 to ", ndim,
+      " dims, the first ones, along dim 0, or return Shard{0} for it");
   ShardGeometry geometry{
       .sizes = sizes, .dim = dim, .merged_dims = merged_dims, .num_ranks = num_ranks};
   const auto merged = merged_sizes(sizes, merged_dims);

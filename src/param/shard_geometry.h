@@ -25,7 +25,7 @@ struct ShardGeometry {
   int64_t shard_numel() const;
   /// A Shard or a BlockShard.
   Placement placement() const;
-  /// The sizes of the shard of any rank, if no dims are merged.
+  /// The sizes of the shard of any rank. No dims may be merged.
   std::vector<int64_t> shard_sizes_of(int64_t rank) const;
   /// Elements of the gathered, padded parameter.
   int64_t gathered_numel() const {

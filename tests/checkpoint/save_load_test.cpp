@@ -157,6 +157,25 @@ TEST(SaveLoad, HeadersAloneDescribeTheShards) {
   });
 }
 
+// However many experts a rank has: the first and the last one in part, and those between.
+TEST(SaveLoad, BlocksOfManyExpertsAreAFewPieces) {
+  const auto path = temporary_folder() + "/saved";
+  const std::vector<Sample> samples{
+      {"experts", {40, 5, 3}, at::kFloat, {BlockShard{2}}},
+      {"kernels", {7, 6, 5, 2}, at::kFloat, {BlockShard{3}}}};
+  run_ranks(3, [&](int) { save(make_state(samples, world_mesh(), 1), path); });
+  int num_files = 0;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(path)) {
+    num_files += entry.path().extension() == ".safetensors" ? 1 : 0;
+  }
+  EXPECT_LE(num_files, 3 * 5);
+  run_ranks(2, [&](int) {
+    auto state = make_state(samples, world_mesh(), -1);
+    load(state, path);
+    expect_state(state, samples, 1);
+  });
+}
+
 TEST(SaveLoad, RanksMayBringDifferentKeys) {
   const auto path = temporary_folder() + "/checkpoint";
   run_ranks(3, [&](int rank) {

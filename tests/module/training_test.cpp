@@ -107,8 +107,10 @@ std::optional<ShardPlacement> by_rows(const std::string&, const torch::Tensor& p
 TEST(Training, ShardsTheRowsOfStackedWeights) {
   for (const int n : {1, 2, 3, 4, 7}) {
     run_ranks(n, [&](int) {
-      for (const int64_t experts : {2, 3}) {
-        for (const bool reshard : {true, false}) {
+      for (const int64_t experts : {0, 2, 3}) {
+        for (const ReshardAfterForward& reshard :
+             {ReshardAfterForward(true), ReshardAfterForward(false),
+              ReshardAfterForward(n % 2 == 0 ? 2 : n)}) {
           for (const bool offload : {true, false}) {
             SCOPED_TRACE_OF(n, experts, reshard, offload);
             auto [net, reference] = twins<Stacked>(experts);
@@ -133,33 +135,51 @@ TEST(Training, ShardsTheRowsOfStackedWeights) {
 }
 
 TEST(Training, RowsOfStackedWeightsInBf16WithReplicasAndMicrobatches) {
-  run_ranks(4, [](int) {
-    const auto mesh = init_device_mesh(test_device(), {2, 2}, {"replicate", "shard"});
-    std::vector<torch::Tensor> losses;
-    for (const bool rows : {true, false}) {
-      auto net = seeded<Stacked>(3);
-      FullyShardOptions options{
-          .mesh = mesh,
-          .mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat}};
-      if (rows) {
-        options.shard_placement_fn = by_rows;
-      }
-      auto sharded = fully_shard(net, options);
-      optim::AdamW optimizer(net->parameters());
-      for (int step = 0; step < 6; ++step) {
-        sharded.set_requires_gradient_sync(step % 2 == 1);
-        const auto loss = net(random_batch(step, {3, 4})).pow(2).sum();
-        loss.backward();
-        losses.push_back(loss.detach());
-        if (step % 2 == 1) {
-          optimizer.step();
-          optimizer.zero_grad();
+  for (const auto& shape : {std::vector<int64_t>{2, 2}, {4, 1}, {1, 1}}) {
+    run_ranks(static_cast<int>(shape[0] * shape[1]), [&](int) {
+      const auto mesh = init_device_mesh(test_device(), shape, {"replicate", "shard"});
+      std::vector<torch::Tensor> losses;
+      for (const bool rows : {true, false}) {
+        auto net = seeded<Stacked>(3);
+        FullyShardOptions options{
+            .mesh = mesh,
+            .mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat}};
+        if (rows) {
+          options.shard_placement_fn = by_rows;
+        }
+        auto sharded = fully_shard(net, options);
+        optim::AdamW optimizer(net->parameters());
+        for (int step = 0; step < 6; ++step) {
+          sharded.set_requires_gradient_sync(step % 2 == 1);
+          const auto loss = net(random_batch(step, {3, 4})).pow(2).sum();
+          loss.backward();
+          losses.push_back(loss.detach());
+          if (step % 2 == 1) {
+            optimizer.step();
+            optimizer.zero_grad();
+          }
         }
       }
-    }
-    for (size_t step = 0; step < 6; ++step) {
-      EXPECT_SAME(losses[step], losses[step + 6]) << step;
-    }
+      for (size_t step = 0; step < 6; ++step) {
+        EXPECT_SAME(losses[step], losses[step + 6]) << step;
+      }
+    });
+  }
+}
+
+TEST(Training, RowsOfStackedWeightsThatAreReplicatedOnly) {
+  run_ranks(2, [](int) {
+    const auto mesh = init_device_mesh(test_device(), {2}, {"dp"});
+    auto [net, reference] = twins<Stacked>(3);
+    distribute_module(net, mesh);
+    fully_shard(
+        net,
+        {.mesh = mesh, .shard_placement_fn = by_rows, .dp_mesh_dims = {{.replicate = {"dp"}}}});
+    EXPECT_EQ(net->w1.size(0), 3);
+    expect_parity(*net, *reference, 0);
+    train_and_compare(net, reference, [](Stacked& each, int step) {
+      return each(random_batch(step, {3, 4})).pow(2).sum();
+    });
   });
 }
 

@@ -206,7 +206,8 @@ TEST_F(ParallelErrors, MeshesOfFullyShardThatDoNotGoTogether) {
     distribute_parameter(blocks, "weight", grid["tp"], {BlockShard{2}});
     refused(
         *blocks, [&] { fully_shard(blocks, {.mesh = grid["dp"]}); },
-        {"parameter 'weight'", "it is divided by a BlockShard already, which must come last"});
+        {"parameter 'weight'",
+         "it is divided by a BlockShard already, and nothing can be divided after that"});
     refused(
         *net, [&] { distribute_parameter(net->in_proj, "wait", tp, {Shard{1}}); },
         {"has no parameter 'wait' to divide over DeviceMesh(cpu, tp=2); it has weight, bias"});

@@ -227,6 +227,8 @@ TEST(Redistribution, RefusesWhatDoesNotFit) {
     EXPECT_TRUE(
         contains(refused("[2, 4], which mesh axis 'tp'", x, mesh, Replicate{}, Shard{2}), "S(2)"));
     refused("cannot be placed _S(0, 2)", x, mesh, StridedShard{0, 2}, Replicate{});
+    refused("cannot be placed B(2)", x, mesh, Replicate{}, BlockShard{2});
+    refused("cannot be placed B(7)", x, mesh, BlockShard{7}, Replicate{});
     refused("cannot be placed P(avg)", x, mesh, Partial{ReduceOp::Avg}, Replicate{});
     refused("is undefined", torch::Tensor(), mesh, Partial{}, Replicate{});
     refused(

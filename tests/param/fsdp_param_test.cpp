@@ -50,9 +50,14 @@ TEST(ShardGeometry, RefusesWithTheParametersName) {
   };
   refused({}, 0, "Change block.w to a 1D tensor");
   refused({4}, 1, "Shard dim 1 is invalid for 1D tensor");
-  const auto message =
-      message_of<c10::Error>([&] { shard_geometry("block.w", {2, 3}, 0, 4, 0, 3); });
-  EXPECT_TRUE(contains(message, "cannot merge 3 dims to shard along dim 0 of parameter 'block.w'"));
+  for (const auto& [dim, merged_dims] : {std::pair(0, 3), {1, 2}, {0, 0}, {0, -1}}) {
+    const auto message =
+        message_of<c10::Error>([&] { shard_geometry("block.w", {2, 3}, dim, 4, 0, merged_dims); });
+    EXPECT_TRUE(contains(
+        message,
+        "dims of parameter 'block.w' [2, 3] along dim " + std::to_string(dim) +
+            "; merge 2 to 2 dims, the first ones, along dim 0, or return Shard{0} for it"));
+  }
 }
 
 TEST(FreeableBuffer, KeepsItsStorageObjectAndItsViews) {
