@@ -30,11 +30,13 @@ namespace fsdp::optim {
 ///
 /// Every backward is a step, except those after `set_is_last_backward(false)` or
 /// `set_requires_gradient_sync(false)`. Between backward and `finish`, nobody else may use the
-/// optimizer, the parameters or their gradients. What needs all gradients before the first update
-/// cannot be combined with this: clip_grad_norm_, GradScaler, Muon, optimizers with a closure.
+/// optimizer, the parameters or their gradients. A parameter's gradient must come from the forward
+/// of its module alone: a penalty on the shards could add to it during the update. What needs all
+/// gradients before the first update cannot be combined with this: clip_grad_norm_, GradScaler,
+/// Muon, optimizers with a closure.
 ///
-/// If backward or `finish` throws, some parameters are updated and others are not. Call `discard`,
-/// then load a checkpoint.
+/// If backward or `finish` throws, some parameters are updated and others are not, perhaps on this
+/// rank alone. Call `discard`, then load a checkpoint on all ranks.
 class FSDP_API StepInBackward {
  public:
   using BeforeUpdate = std::function<void(const std::vector<at::Tensor>& params)>;
@@ -43,8 +45,8 @@ class FSDP_API StepInBackward {
   /// and must outlive this object. `before_update` is called before each update with its
   /// parameters: those of one group by the thread, all others together by `finish`. It may look at
   /// their gradients and change them. It must not communicate, because backward does so at the same
-  /// time. Throws ValueError if the optimizer cannot step on some parameters alone, or if the
-  /// module has a set_reduced_grads_hook already.
+  /// time. Throws ValueError if the optimizer cannot step on some parameters alone, if it has none
+  /// of the module's, or if the module has a set_reduced_grads_hook already.
   StepInBackward(
       ModuleRef module,
       torch::optim::Optimizer& optimizer,

@@ -37,21 +37,20 @@ class DeviceBudget:
         self.size = size
         self.states = states
         self._taken: dict[int, int] = {}  # by rank, because ranks that are threads may share a budget
-        self._lock = threading.Lock()
 
     def take(self, size: int) -> bool:
         """Takes that many bytes. Returns False, and takes nothing, if fewer are left."""
-        with self._lock:
-            taken = self._taken.get(dist.get_rank(), 0) + size
-            if taken > self.size:
-                return False
-            self._taken[dist.get_rank()] = taken
-            return True
+        if size > self.left():
+            return False
+        self._taken[dist.get_rank()] = self._taken.get(dist.get_rank(), 0) + size
+        return True
 
     def left(self) -> int:
         """The bytes that are left to this rank."""
-        with self._lock:
-            return self.size - self._taken.get(dist.get_rank(), 0)
+        return self.size - self._taken.get(dist.get_rank(), 0)
+
+    def __deepcopy__(self, memo: dict) -> DeviceBudget:
+        return self  # copies of a policy share its budget
 
 
 @dataclass
@@ -62,7 +61,11 @@ class CPUOffloadPolicy(torch_fsdp.CPUOffloadPolicy):
     everything is offloaded.
     """
 
-    budget: DeviceBudget | None = None
+    budget: DeviceBudget | int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.budget, int):
+            self.budget = DeviceBudget(self.budget)
 
 
 BeforeUpdate = Callable[[list[nn.Parameter]], None]
@@ -86,8 +89,11 @@ class StepInBackward:
     parameters or their gradients. What needs all gradients before the first update cannot be combined with this:
     clipping by the norm of all gradients, GradScaler, Muon, optimizers with a closure.
 
-    If backward or `finish` raises, some parameters are updated and others are not. Call `discard`, then load a
-    checkpoint.
+    A parameter's gradient must come from the forward of its module alone: a penalty on the shards could add to it during
+    the update.
+
+    If backward or `finish` raises, some parameters are updated and others are not, perhaps on this rank alone. Call
+    `discard`, then load a checkpoint on all ranks.
 
     Args:
         module: The root of the sharded modules.
@@ -103,23 +109,32 @@ class StepInBackward:
                 f"[StepInBackward] {type(optimizer).__name__} cannot step on some parameters alone; call its step() "
                 "after backward"
             )
+        if not hasattr(module, "set_reduced_grads_hook"):
+            raise ValueError(f"[StepInBackward] {type(module).__name__} is not sharded; call fully_shard first")
         self._optimizer = optimizer
         self._before_update = before_update
         self._names: dict[torch.Tensor, str] = {param: name for name, param in module.named_parameters()}
         self._params = [group["params"] for group in optimizer.param_groups]
+        self._ids = [[id(param) for param in params] for params in self._params]
         self._in_optimizer = {param for params in self._params for param in params}
+        if self._in_optimizer.isdisjoint(self._names):
+            raise ValueError("[StepInBackward] the optimizer has no parameter of the module; make it after fully_shard")
         self._updated: set[torch.Tensor] = set()  # since the last `finish`
-        self._in_use: list[_C.ReducedGrads] = []  # until `finish`, so that no forward begins
-        self._error: BaseException | None = None
+        self._for_finish: list[_Complete] = []  # that are not in host memory
         self._discards = False
         self._stepping_thread: int | None = None
-        self._thread = _Thread()
+        self._under_way = _UnderWay()
         # Neither the module nor the optimizer keeps this object alive.
-        add, check_step = weakref.WeakMethod(self._add), weakref.WeakMethod(self._check_step)
+        add, check_unused = weakref.WeakMethod(self._add), weakref.WeakMethod(self._check_unused)
         hooked: Any = module
         hooked.set_reduced_grads_hook(lambda grads: _call(add, grads))
-        step_hook = optimizer.register_step_pre_hook(lambda *_: _call(check_step))
-        self._end = weakref.finalize(self, _end, self._thread, weakref.ref(module), step_hook)
+        hooks = [
+            optimizer.register_step_pre_hook(lambda *_: _call(check_unused, "the optimizer's step()")),
+            optimizer.register_state_dict_pre_hook(lambda *_: _call(check_unused, "state_dict()")),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: _call(check_unused, "load_state_dict()")),
+            module.register_state_dict_pre_hook(lambda *_: _call(check_unused, "state_dict()")),
+        ]
+        self._end = weakref.finalize(self, _end, self._under_way, weakref.ref(module), hooks)
         _all.add(self)
 
     def finish(self) -> None:
@@ -127,39 +142,32 @@ class StepInBackward:
 
         Call it after each backward that is a step. If an update failed, raises its error.
         """
-        updated = self._wait()
-        error, self._error = self._error, None
+        updated, for_finish = self._wait()
+        error, self._under_way.error = self._under_way.error, None
         if error is not None:
             self._optimizer.zero_grad()
             raise error
         self._check_same_parameters()
+        for complete in for_finish:
+            self._check_grads(complete)
         left = [param for params in self._params for param in params if param.grad is not None]
         for param in left:
             if param in updated:
                 self._refuse(param)
         if left:
-            self._step(left)
+            self._step(_Complete(left))
 
     def discard(self) -> None:
         """Leaves out the updates that have not begun, and clears all gradients. Call it after an error."""
         self._discards = True
         self._wait()
         self._discards = False
-        self._error = None
+        self._under_way.error = None
         self._optimizer.zero_grad()
 
     def close(self) -> None:
         """Ends the thread. From now on, the optimizer steps as usual."""
         self._end()
-        if self._error is not None:
-            warnings.warn(f"[StepInBackward] an update failed: {self._error}", stacklevel=2)
-        elif self._in_use:
-            warnings.warn(
-                "[StepInBackward] finish() was not called after the last backward; parameters that are not in host "
-                "memory were not updated",
-                stacklevel=2,
-            )
-        self._release()
 
     def __enter__(self) -> StepInBackward:
         return self
@@ -169,46 +177,50 @@ class StepInBackward:
             self.discard()
         self.close()
 
-    def _wait(self) -> set[torch.Tensor]:
-        """Waits for the thread. Returns the parameters that it has updated."""
-        self._thread.wait()
-        self._release()
+    def _wait(self) -> tuple[set[torch.Tensor], list[_Complete]]:
+        """Waits for the thread. Returns the parameters that it has updated, and those that are left."""
+        self._under_way.wait()
+        self._under_way.release()
         updated, self._updated = self._updated, set()
-        return updated
-
-    def _release(self) -> None:
-        for grads in self._in_use:
-            grads.release()
-        self._in_use.clear()
+        for_finish, self._for_finish = self._for_finish, []
+        return updated, for_finish
 
     def _add(self, grads: _C.ReducedGrads) -> None:
         """Called in backward. Those of the parameters that are on the host are updated soon."""
-        self._in_use.append(grads)
-        params = [param for param in grads.params if param in self._in_optimizer and local_of(param).is_cpu]
-        for param in params:
+        self._under_way.grads.append(grads)
+        on_host: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for param in grads.params:
+            if param in self._in_optimizer:
+                (on_host if local_of(param).is_cpu else others).append(param)
+        for param in on_host:
             if param in self._updated:
                 self._refuse(param)
             self._updated.add(param)
-        if params:
-            self._thread.call(functools.partial(self._update, params, grads))
+        self._for_finish.append(_Complete(others))
+        if on_host:
+            self._under_way.call(functools.partial(self._update, _Complete(on_host), grads))
 
-    def _update(self, params: list, grads: _C.ReducedGrads) -> None:
+    def _update(self, complete: _Complete, grads: _C.ReducedGrads) -> None:
         """Called by the thread. After an error, the rest of the step is left out."""
         try:
             grads.wait()
-            if self._error is None and not self._discards:
-                self._step(params)
+            if self._under_way.error is None and not self._discards:
+                self._check_grads(complete)
+                self._step(complete)
         except BaseException as error:
-            self._error = error
+            self._under_way.error = error
 
-    def _step(self, params: list) -> None:
+    def _step(self, complete: _Complete) -> None:
         if self._before_update is not None:
             with torch.no_grad():
-                self._before_update(params)
+                self._before_update(complete.params)
+            complete = _Complete(complete.params)
         self._check_same_parameters()
-        with self._only(params):
+        with self._only(complete.params):
             self._optimizer.step()
-        for param in params:
+        self._check_grads(complete)
+        for param in complete.params:
             param.grad = None
 
     @contextlib.contextmanager
@@ -219,6 +231,7 @@ class StepInBackward:
         places is a tensor without gradient.
         """
         some, nothing = set(params), torch.empty(0)
+        lists = [group["params"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group["params"] = [param if param in some else nothing for param in group["params"]]
         self._stepping_thread = threading.get_ident()
@@ -226,16 +239,27 @@ class StepInBackward:
             yield
         finally:
             self._stepping_thread = None
-            for group, every in zip(self._optimizer.param_groups, self._params, strict=True):
+            for group, every in zip(self._optimizer.param_groups, lists, strict=True):
                 group["params"] = every
 
-    def _check_step(self) -> None:
-        """Called before each step of the optimizer."""
-        if self._in_use and self._stepping_thread != threading.get_ident():
-            raise RuntimeError("[StepInBackward] call its finish() after backward, not the optimizer's step()")
+    def _check_unused(self, what: str) -> None:
+        """Called before others use the optimizer or the parameters."""
+        if self._under_way.grads and self._stepping_thread != threading.get_ident():
+            raise RuntimeError(f"[StepInBackward] call its finish() after backward, before {what}")
+
+    def _check_grads(self, complete: _Complete) -> None:
+        """What was added to a gradient would be lost, or be a second step. Without one there would be none."""
+        for param, (grad, version) in zip(complete.params, complete.grads, strict=True):
+            if param.grad is not grad or grad is None or _version_of(grad) != version:
+                raise RuntimeError(
+                    f"[StepInBackward] the gradient of parameter '{self._names.get(param, '?')}' was changed or "
+                    "cleared between backward and finish(). Only before_update may change it, not an optimizer or "
+                    "clipping, and only the forward of its own module may use the parameter"
+                )
 
     def _check_same_parameters(self) -> None:
-        if [len(group["params"]) for group in self._optimizer.param_groups] != [len(every) for every in self._params]:
+        lists = [group["params"] for group in self._optimizer.param_groups]
+        if [[id(param) for param in each] for each in lists] != self._ids:
             raise ValueError(
                 "[StepInBackward] the optimizer has other parameters than before; make a StepInBackward after its "
                 "parameter groups are complete"
@@ -256,43 +280,78 @@ _all: weakref.WeakSet[StepInBackward] = weakref.WeakSet()
 def check_updated(api: str, params: list[torch.Tensor]) -> None:
     """Raises if a StepInBackward may be updating these parameters."""
     for updates in list(_all):
-        if updates._in_use and not updates._in_optimizer.isdisjoint(params):
+        if updates._under_way.grads and not updates._in_optimizer.isdisjoint(params):
             raise RuntimeError(
                 f"[{api}] the parameters are still being updated by the StepInBackward, which cannot be combined with "
                 "it; call its finish() after each backward"
             )
 
 
-class _Thread:
-    """Calls functions, one after the other. Knows its owner only as long as it has something to do for it."""
+class _Complete:
+    """Parameters whose gradients are complete, and these gradients with their versions."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        self.grads = [(param.grad, _version_of(param.grad)) for param in params]
+
+
+def _version_of(grad: torch.Tensor | None) -> int:
+    """Changes when somebody writes to the gradient, as a DTensor or to its local part."""
+    return -1 if grad is None else grad._version + local_of(grad)._version
+
+
+class _UnderWay:
+    """Updates that wait, and the thread that makes them one after the other.
+
+    Knows its StepInBackward only as long as it has something to do for it, and outlives it.
+    """
 
     def __init__(self) -> None:
-        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self.grads: list[_C.ReducedGrads] = []  # until `finish`, so that nobody else uses the parameters
+        self.error: BaseException | None = None
+        self._waiting: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def call(self, function: Callable[[], None]) -> None:
+    def call(self, function: Callable[[], object]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="StepInBackward", daemon=True)
             self._thread.start()
         self._waiting.put(function)
 
     def wait(self) -> None:
-        self._waiting.join()
+        if self._thread is threading.current_thread():
+            raise RuntimeError("[StepInBackward] before_update must not call finish() or discard(): they wait for it")
+        if self._thread is not None:
+            done = threading.Event()
+            self._waiting.put(done.set)
+            done.wait()
+
+    def release(self) -> None:
+        for grads in self.grads:
+            grads.release()
+        self.grads.clear()
 
     def end(self) -> None:
-        """Does what is waiting, then ends."""
+        """Does what is waiting. Then warns of what nobody will hear of otherwise."""
         if self._thread is not None:
             self._waiting.put(None)
             if self._thread is not threading.current_thread():
                 self._thread.join()
             self._thread = None
+        if self.error is not None:
+            warnings.warn(f"[StepInBackward] an update failed: {self.error}", stacklevel=3)
+        elif self.grads:
+            warnings.warn(
+                "[StepInBackward] finish() was not called after the last backward; parameters that are not in host "
+                "memory were not updated",
+                stacklevel=3,
+            )
+        self.release()
 
     def _run(self) -> None:
         while (function := self._waiting.get()) is not None:
             function()
             del function  # the next one may be long in coming
-            self._waiting.task_done()
-        self._waiting.task_done()
 
 
 def _call(method: weakref.WeakMethod, *args: Any) -> None:
@@ -300,8 +359,9 @@ def _call(method: weakref.WeakMethod, *args: Any) -> None:
         alive(*args)
 
 
-def _end(thread: _Thread, module: weakref.ref, step_hook: Any) -> None:
-    thread.end()
-    step_hook.remove()
+def _end(under_way: _UnderWay, module: weakref.ref, hooks: list) -> None:
+    under_way.end()
+    for hook in hooks:
+        hook.remove()
     if (alive := module()) is not None:
         alive.set_reduced_grads_hook(None)

@@ -210,7 +210,7 @@ void FSDPModule::set_reduced_grads_hook(const ReducedGradsHook& hook, bool recur
     TORCH_CHECK_VALUE(
         !hook || !group.reducer().has_reduced_grads_hook(), "[FSDPModule] the gradients of ",
         detail::module_text(group.name()),
-        " have a hook already; remove it with an empty function first");
+        " have a hook already, perhaps that of another StepInBackward; end that one first");
   });
   for_each_group(recurse, [&](auto& group) { group.reducer().set_reduced_grads_hook(hook); });
 }

@@ -49,6 +49,7 @@ class StepOnSome {
       for (size_t index = 0; index < params.size(); ++index) {
         places_.emplace(params[index].unsafeGetTensorImpl(), std::pair(group, index));
       }
+      params_.push_back(params);
       lists_.emplace_back(params.size(), nothing_);
     }
   }
@@ -72,9 +73,11 @@ class StepOnSome {
     const auto& groups = optimizer_.param_groups();
     TORCH_CHECK_VALUE(
         std::equal(
-            groups.begin(), groups.end(), lists_.begin(), lists_.end(),
-            [](const auto& group, const auto& list) {
-              return group.params().size() == list.size();
+            groups.begin(), groups.end(), params_.begin(), params_.end(),
+            [](const auto& group, const auto& params) {
+              return std::equal(
+                  group.params().begin(), group.params().end(), params.begin(), params.end(),
+                  [](const auto& one, const auto& two) { return one.is_same(two); });
             }),
         "[StepInBackward] the optimizer has other parameters than before; make a StepInBackward "
         "after its parameter groups are complete");
@@ -97,7 +100,42 @@ class StepOnSome {
   torch::optim::Optimizer& optimizer_;
   const at::Tensor nothing_;
   std::unordered_map<const void*, std::pair<size_t, size_t>> places_; // by parameter
-  std::vector<Params> lists_;
+  std::vector<Params> params_;                                        // of each parameter group
+  std::vector<Params> lists_; // the same without those that are not stepped on
+};
+
+/// Parameters whose gradients are complete.
+class Complete {
+ public:
+  explicit Complete(Params params) : params_(std::move(params)) {
+    remember_grads();
+  }
+  const Params& params() const {
+    return params_;
+  }
+  void remember_grads() {
+    grads_.clear();
+    for (const auto& param : params_) {
+      grads_.emplace_back(param.grad(), param.grad()._version());
+    }
+  }
+  /// Throws if a gradient is not as it was remembered. What was added to it would be lost, or be a
+  /// second step; without it there would be none.
+  void check_grads() const {
+    for (size_t i = 0; i < params_.size(); ++i) {
+      const auto& [grad, version] = grads_[i];
+      TORCH_CHECK(
+          params_[i].grad().is_same(grad) && grad._version() == version,
+          "[StepInBackward] the gradient of parameter '", detail::name_of(params_[i]),
+          "' was changed or cleared between backward and finish(). Only before_update may change "
+          "it, not an optimizer or clipping, and only the forward of its own module may use the "
+          "parameter");
+    }
+  }
+
+ private:
+  Params params_;
+  std::vector<std::pair<at::Tensor, int64_t>> grads_; // with their versions
 };
 
 } // namespace
@@ -105,8 +143,17 @@ class StepOnSome {
 /// The updates that wait for the thread, and the thread.
 class StepInBackward::Updates {
  public:
-  Updates(torch::optim::Optimizer& optimizer, const BeforeUpdate& before_update)
-      : optimizer_(optimizer), step_on_(optimizer), before_update_(before_update) {}
+  Updates(
+      const torch::nn::Module& module,
+      torch::optim::Optimizer& optimizer,
+      const BeforeUpdate& before_update)
+      : optimizer_(optimizer), step_on_(optimizer), before_update_(before_update) {
+    const auto params = module.parameters();
+    TORCH_CHECK_VALUE(
+        std::any_of(
+            params.begin(), params.end(), [&](const auto& param) { return step_on_.has(param); }),
+        "[StepInBackward] the optimizer has no parameter of the module");
+  }
 
   ~Updates() {
     {
@@ -122,18 +169,23 @@ class StepInBackward::Updates {
   /// Called in backward. Those of the parameters that are on the host are updated soon.
   void add(ReducedGrads grads) {
     in_use_.push_back(grads.in_use);
-    std::erase_if(
-        grads.params, [&](const auto& param) { return !param.is_cpu() || !step_on_.has(param); });
+    Params on_host, others;
     for (const auto& param : grads.params) {
+      if (step_on_.has(param)) {
+        (param.is_cpu() ? on_host : others).push_back(param);
+      }
+    }
+    for (const auto& param : on_host) {
       if (!updated_.insert(param.unsafeGetTensorImpl()).second) {
         refuse(param);
       }
     }
-    if (grads.params.empty()) {
+    for_finish_.emplace_back(std::move(others));
+    if (on_host.empty()) {
       return;
     }
     const std::lock_guard lock(mutex_);
-    waiting_.push_back(std::move(grads));
+    waiting_.push_back({Complete(std::move(on_host)), std::move(grads.wait)});
     if (!thread_.joinable()) {
       thread_ = std::thread([this] { run(); });
     }
@@ -142,11 +194,15 @@ class StepInBackward::Updates {
 
   void finish() {
     const auto updated = wait();
+    const auto for_finish = std::exchange(for_finish_, {});
     if (auto error = std::exchange(error_, nullptr)) {
       optimizer_.zero_grad();
       std::rethrow_exception(error);
     }
     step_on_.check_same_parameters();
+    for (const auto& complete : for_finish) {
+      complete.check_grads();
+    }
     Params left;
     for (const auto& group : optimizer_.param_groups()) {
       for (const auto& param : group.params()) {
@@ -169,6 +225,7 @@ class StepInBackward::Updates {
     discards_ = true;
     wait();
     discards_ = false;
+    for_finish_.clear();
     error_ = nullptr;
     optimizer_.zero_grad();
   }
@@ -194,6 +251,9 @@ class StepInBackward::Updates {
  private:
   /// Waits for the thread. Returns the parameters that it has updated.
   std::unordered_set<const void*> wait() {
+    TORCH_CHECK(
+        thread_.get_id() != std::this_thread::get_id(),
+        "[StepInBackward] before_update must not call finish() or discard(): they wait for it");
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return waiting_.empty(); });
     in_use_.clear();
@@ -207,9 +267,9 @@ class StepInBackward::Updates {
       if (waiting_.empty()) {
         return;
       }
-      const auto& grads = waiting_.front(); // others may only be added behind it
+      auto& next = waiting_.front(); // others may only be added behind it
       lock.unlock();
-      update(grads);
+      update(next);
       lock.lock();
       waiting_.pop_front();
       changed_.notify_all();
@@ -225,16 +285,24 @@ class StepInBackward::Updates {
         "step after backward");
   }
 
+  struct Waiting {
+    Complete complete;
+    std::function<void()> wait;
+  };
+
   /// After an error, the rest of the step is left out.
-  void update(const ReducedGrads& grads) {
+  void update(Waiting& next) {
     detail::set_thread_context(rank_.lock());
     const auto after = c10::make_scope_exit([] { detail::set_thread_context(nullptr); });
     try {
-      grads.wait();
+      next.wait();
       if (!error_ && !discards_) {
-        call_before_update(grads.params);
-        step_on_(grads.params);
-        for (const auto& param : grads.params) {
+        next.complete.check_grads();
+        call_before_update(next.complete.params());
+        next.complete.remember_grads();
+        step_on_(next.complete.params());
+        next.complete.check_grads();
+        for (const auto& param : next.complete.params()) {
           param.mutable_grad().reset();
         }
       }
@@ -256,11 +324,12 @@ class StepInBackward::Updates {
   const std::weak_ptr<detail::RankContext> rank_ = detail::current_context();
   std::unordered_set<const void*> updated_;   // since the last `wait`
   std::vector<std::shared_ptr<void>> in_use_; // until then
+  std::vector<Complete> for_finish_;          // that are not in host memory
   std::exception_ptr error_;                  // the thread's, unless nothing waits
   std::atomic<bool> discards_ = false;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<ReducedGrads> waiting_; // the first one may be in work
+  std::deque<Waiting> waiting_; // the first one may be in work
   bool ends_ = false;
   std::thread thread_;
 };
@@ -268,7 +337,7 @@ class StepInBackward::Updates {
 StepInBackward::StepInBackward(
     ModuleRef module, torch::optim::Optimizer& optimizer, const BeforeUpdate& before_update)
     : module_(FSDPModule::of(module)),
-      updates_(std::make_shared<Updates>(optimizer, before_update)) {
+      updates_(std::make_shared<Updates>(*module, optimizer, before_update)) {
   check_steps_on_some_parameters(optimizer);
   module_.set_reduced_grads_hook(
       [updates = updates_](ReducedGrads grads) { updates->add(std::move(grads)); });

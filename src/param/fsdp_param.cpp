@@ -321,7 +321,8 @@ void FSDPParam::add_sharded_grad(const at::Tensor& grad) {
 void FSDPParam::check_updated(const char* api) const {
   TORCH_CHECK(
       update.expired(), api, " parameter '", name(),
-      "' is still being updated by the StepInBackward; call its finish() after each backward");
+      "' is still being updated by the StepInBackward; call its finish() after each backward, and "
+      "set_is_last_backward(false) before each backward but the last one of a step");
 }
 
 // ------------------------------------------------------------ Extension

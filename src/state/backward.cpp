@@ -41,6 +41,7 @@ FSDPState::BackwardHook FSDPState::backward_hook(bool partial) {
 }
 
 void FSDPState::pre_backward(ForwardRecord& record, uint64_t version, bool partial) {
+  check_updated();
   const bool replaced = std::any_of(
       groups_.begin(), groups_.end(), [](const auto& group) { return group->take_replacements(); });
   TORCH_CHECK(

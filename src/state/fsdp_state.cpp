@@ -109,6 +109,7 @@ bool FSDPState::pre_forward(const void* module) {
 /// Backward has gathered the parameters already. But the backward of another forward of this
 /// module may have freed them since, or may not need them (set_unshard_in_backward).
 void FSDPState::recompute_forward() {
+  check_updated();
   for (const auto& group : groups_) {
     group->unshard(UnshardFor::Recomputation);
     group->wait_for_unshard(UnshardFor::Recomputation);
@@ -322,9 +323,16 @@ void FSDPState::check_outputs(const std::vector<at::Tensor*>& outputs) const {
 // ------------------------------------------------------------ Called by the user
 
 void FSDPState::unshard() {
+  check_updated();
+  for (const auto& group : groups_) {
+    group->unshard(UnshardFor::User);
+  }
+}
+
+/// Comes before whatever may differ between ranks, as far as their updates are. So all ranks throw.
+void FSDPState::check_updated() const {
   for (const auto& group : groups_) {
     group->reducer().check_updated();
-    group->unshard(UnshardFor::User);
   }
 }
 
@@ -340,8 +348,8 @@ void FSDPState::reshard() {
       " was to be resharded, by reshard() or for a state dict, while its backward runs and needs "
       "its parameters; do that after backward");
   const bool inside_forward = training_state_ == TrainingState::Forward;
+  check_updated();
   for (const auto& group : groups_) {
-    group->reducer().check_updated();
     group->reshard(inside_forward ? ReshardAfter::Forward : ReshardAfter::User);
   }
 }

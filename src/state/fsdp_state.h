@@ -70,6 +70,8 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   c10::Device device() const {
     return device_;
   }
+  /// Throws if parameters are being updated, see ReducedGrads.
+  void check_updated() const;
 
   const CommContext& comm() const {
     return *comm_;

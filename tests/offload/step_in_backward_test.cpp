@@ -353,6 +353,10 @@ TEST(StepInBackward, RefusesWhatItCannotDo) {
         matrices.push_back(param);
       }
     }
+    optim::AdamW of_another(seeded<MLP>(3)->parameters());
+    EXPECT_TRUE(contains(
+        message_of<c10::ValueError>([&] { const StepInBackward updates(net, of_another); }),
+        "the optimizer has no parameter of the module"));
     optim::Muon muon(matrices);
     EXPECT_TRUE(contains(
         message_of<c10::ValueError>([&] { const StepInBackward updates(net, muon); }),
@@ -365,7 +369,7 @@ TEST(StepInBackward, RefusesWhatItCannotDo) {
     const StepInBackward updates(net, optimizer);
     EXPECT_TRUE(contains(
         message_of<c10::ValueError>([&] { const StepInBackward second(net, optimizer); }),
-        "have a hook already; remove it with an empty function first"));
+        "have a hook already, perhaps that of another StepInBackward"));
   });
 }
 
@@ -481,6 +485,83 @@ TEST(StepInBackward, RefusesWhatNeedsAllGradients) {
     expect_refused("[GradScaler]", [&] { scaler.unscale_(optimizer); });
     expect_refused("[GradScaler]", [&] { scaler.step(optimizer); });
     updates.finish();
+  });
+}
+
+// The update of one rank takes longer than that of the other, which must not matter.
+TEST(StepInBackward, AllRanksRefuseASecondBackward) {
+  run_ranks(2, [](int rank) {
+    for (const bool recomputed : {false, true}) {
+      auto net = seeded<Repeating>();
+      if (recomputed) {
+        for (auto& mlp : net->mlps) {
+          apply_activation_checkpointing(mlp);
+        }
+      }
+      shard_repeating(net, {.offload_policy = CPUOffloadPolicy{}});
+      optim::AdamW optimizer(net->parameters());
+      StepInBackward updates(net, optimizer, [&](const auto&) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(rank == 0 ? 0 : 50));
+      });
+      const auto loss = repeating_loss(net, 0);
+      loss.backward({}, /*retain_graph=*/true);
+      EXPECT_TRUE(contains(
+          message_of<c10::Error>([&] { loss.backward(); }),
+          "is still being updated by the StepInBackward; call its finish() after each backward"));
+      updates.discard();
+      repeating_loss(net, 1).backward();
+      updates.finish();
+    }
+  });
+}
+
+TEST(StepInBackward, SaysWhoChangedAGradient) {
+  run_ranks(2, [](int) {
+    for (const bool offload : {true, false}) {
+      for (const bool clears : {true, false}) {
+        SCOPED_TRACE_OF(offload, clears);
+        auto net = seeded<Repeating>();
+        shard_repeating(
+            net,
+            {.offload_policy = offload ? AnyOffloadPolicy(CPUOffloadPolicy{}) : OffloadPolicy{}});
+        const auto changed = net->head->weight;
+        optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(0.1));
+        std::promise<void> is_changed;
+        auto waits = is_changed.get_future().share();
+        StepInBackward updates(net, optimizer, [&](const auto& params) {
+          if (!params.front().is_same(changed)) { // the head is the last one
+            waits.wait();
+          }
+        });
+        repeating_loss(net, 0).backward();
+        if (clears) {
+          optimizer.zero_grad();
+        } else {
+          changed.mutable_grad().mul_(0.5);
+        }
+        is_changed.set_value();
+        EXPECT_TRUE(contains(
+            message_of<c10::Error>([&] { updates.finish(); }), "was changed or cleared between"));
+        updates.discard();
+      }
+    }
+  });
+}
+
+TEST(StepInBackward, DoesNotWaitForItself) {
+  run_ranks(2, [](int) {
+    auto net = seeded<Repeating>();
+    shard_repeating(net, {.offload_policy = CPUOffloadPolicy{}});
+    optim::AdamW optimizer(net->parameters());
+    StepInBackward* updates = nullptr;
+    StepInBackward own(net, optimizer, [&](const auto&) { updates->finish(); });
+    updates = &own;
+    repeating_loss(net, 0).backward();
+    if (test_device() == torch::kCPU) {
+      EXPECT_TRUE(contains(
+          message_of<c10::Error>([&] { own.finish(); }), "before_update must not call finish()"));
+    }
+    own.discard();
   });
 }
 

@@ -1,9 +1,12 @@
 """Optimizers that step in backward, and budgets of device memory, next to plain training."""
 
+import copy
 import gc
+import pickle
 import subprocess
 import sys
 import threading
+import time
 import weakref
 
 import pytest
@@ -142,6 +145,11 @@ def raise_errors():
     def fail(params):
         raise RuntimeError("as asked")
 
+    with pytest.raises(ValueError, match="the optimizer has no parameter of the module; make it after fully_shard"):
+        StepInBackward(model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="Linear is not sharded; call fully_shard first"):
+        plain = nn.Linear(2, 2)
+        StepInBackward(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
     with StepInBackward(model, optimizer, fail) as updates:
         with pytest.raises(ValueError, match="have a hook already"):
@@ -154,8 +162,9 @@ def raise_errors():
         model(batch(0)).sum().backward()
         with pytest.raises(RuntimeError, match=r"clip_grad_norm_. the parameters are still being updated"):
             fsdp_cpp.optim.clip_grad_norm_(model.parameters(), 1)
-        with pytest.raises(RuntimeError, match=r"call its finish\(\) after backward, not the optimizer's step"):
-            optimizer.step()
+        for use in (optimizer.step, optimizer.state_dict, model.state_dict):
+            with pytest.raises(RuntimeError, match=r"call its finish\(\) after backward, before (the opt|state_dict)"):
+                use()
         for use in (lambda: model(batch(0)), model.reshard):
             with pytest.raises(RuntimeError, match="is still being updated by the StepInBackward"):
                 use()
@@ -165,6 +174,60 @@ def raise_errors():
 
 def test_errors(ranks):
     ranks(2).run(raise_errors)
+
+
+def refuse_a_second_backward():
+    model = sharded(offloaded())
+    # The update of one rank takes longer than that of the other, which must not matter.
+    pause = 0.05 * dist.get_rank()
+    with StepInBackward(model, OPTIMIZERS["SGD"](model.parameters()), lambda params: time.sleep(pause)) as updates:
+        one, two = model(batch(0)).sum(), model(batch(1)).sum()
+        one.backward()
+        with pytest.raises(RuntimeError, match="is still being updated by the StepInBackward"):
+            two.backward()
+        updates.discard()
+        model(batch(2)).sum().backward()
+        updates.finish()
+
+
+def test_all_ranks_refuse_a_second_backward(ranks):
+    ranks(2).run(refuse_a_second_backward)
+
+
+def change_gradients_too_late():
+    for change in ("clears", "clips"):
+        model = sharded(offloaded())
+        optimizer = OPTIMIZERS["SGD"](model.parameters())
+        is_changed = threading.Event()
+
+        def wait(params, model=model, is_changed=is_changed):
+            if not any(param is model.head.weight for param in params):  # the head is the last one
+                is_changed.wait()
+
+        with StepInBackward(model, optimizer, wait) as updates:
+            model(batch(0)).sum().backward()
+            if change == "clears":
+                optimizer.zero_grad()
+            else:
+                model.head.weight.grad.mul_(0.5)
+            is_changed.set()
+            with pytest.raises(RuntimeError, match="was changed or cleared between backward and finish"):
+                updates.finish()
+
+
+def test_says_who_changed_a_gradient(ranks):
+    ranks(2).run(change_gradients_too_late)
+
+
+def share_a_budget():
+    policy = CPUOffloadPolicy(budget=1000)
+    assert copy.deepcopy(policy).budget is policy.budget
+    assert policy.budget.take(600)
+    assert pickle.loads(pickle.dumps(policy)).budget.left() == 400
+
+
+def test_copies_share_a_budget(ranks):
+    ranks(2).run(share_a_budget)
 
 
 def add_parameters_late():
