@@ -116,6 +116,7 @@ class Complete {
   void remember_grads() {
     grads_.clear();
     for (const auto& param : params_) {
+      check(param.grad().defined(), param);
       grads_.emplace_back(param.grad(), param.grad()._version());
     }
   }
@@ -124,16 +125,19 @@ class Complete {
   void check_grads() const {
     for (size_t i = 0; i < params_.size(); ++i) {
       const auto& [grad, version] = grads_[i];
-      TORCH_CHECK(
-          params_[i].grad().is_same(grad) && grad._version() == version,
-          "[StepInBackward] the gradient of parameter '", detail::name_of(params_[i]),
-          "' was changed or cleared between backward and finish(). Only before_update may change "
-          "it, not an optimizer or clipping, and only the forward of its own module may use the "
-          "parameter");
+      check(params_[i].grad().is_same(grad) && grad._version() == version, params_[i]);
     }
   }
 
  private:
+  static void check(bool is_unchanged, const at::Tensor& param) {
+    TORCH_CHECK(
+        is_unchanged, "[StepInBackward] the gradient of parameter '", detail::name_of(param),
+        "' was changed or cleared between backward and finish(). Only before_update may change it, "
+        "not an optimizer or clipping, and only the forward of its own module may use the "
+        "parameter");
+  }
+
   Params params_;
   std::vector<std::pair<at::Tensor, int64_t>> grads_; // with their versions
 };
