@@ -47,7 +47,7 @@ TEST(Inspect, ListsTensorsAndValues) {
   EXPECT_EQ(ended.exit_code, 0) << ended.output;
   for (const auto* part :
        {"format    fsdp, saved 20", "\nTENSOR ", " DTYPE ", " CRC32C\n", "\nrows ", " [13,6] ",
-        " BF16 ", "rank_00000.safetensors +3 ", "\nstep   5\n", "\ntotal     11 tensors, ",
+        " BF16 ", "rank_00000.safetensors +3 ", "\nstep   5\n", "\ntotal     12 tensors, ",
         " files; 1 value\n"}) {
     EXPECT_TRUE(contains(ended.output, part));
   }
