@@ -114,9 +114,8 @@ class StepInBackward:
         self._optimizer = optimizer
         self._before_update = before_update
         self._names: dict[torch.Tensor, str] = {param: name for name, param in module.named_parameters()}
-        self._params = [group["params"] for group in optimizer.param_groups]
-        self._ids = [[id(param) for param in params] for params in self._params]
-        self._in_optimizer = {param for params in self._params for param in params}
+        self._ids = self._param_ids()
+        self._in_optimizer = {param for group in optimizer.param_groups for param in group["params"]}
         if self._in_optimizer.isdisjoint(self._names):
             raise ValueError("[StepInBackward] the optimizer has no parameter of the module; make it after fully_shard")
         self._updated: set[torch.Tensor] = set()  # since the last `finish`
@@ -150,7 +149,7 @@ class StepInBackward:
         self._check_same_parameters()
         for complete in for_finish:
             self._check_grads(complete)
-        left = [param for params in self._params for param in params if param.grad is not None]
+        left = [param for group in self._optimizer.param_groups for param in group["params"] if param.grad is not None]
         for param in left:
             if param in updated:
                 self._refuse(param)
@@ -257,9 +256,11 @@ class StepInBackward:
                     "clipping, and only the forward of its own module may use the parameter"
                 )
 
+    def _param_ids(self) -> list[list[int]]:
+        return [[id(param) for param in group["params"]] for group in self._optimizer.param_groups]
+
     def _check_same_parameters(self) -> None:
-        lists = [group["params"] for group in self._optimizer.param_groups]
-        if [[id(param) for param in each] for each in lists] != self._ids:
+        if self._param_ids() != self._ids:
             raise ValueError(
                 "[StepInBackward] the optimizer has other parameters than before; make a StepInBackward after its "
                 "parameter groups are complete"

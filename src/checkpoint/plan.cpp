@@ -1,6 +1,7 @@
 #include "checkpoint/plan.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <map>
@@ -152,7 +153,8 @@ std::vector<double> shares(const std::vector<json>& items) {
 /// Joins two parts if they are neighbours in the tensor and in memory, as the experts of a
 /// BlockShard are. Each part of a tensor takes a file of its own.
 std::optional<Part> joined(const Part& first, const Part& second) {
-  const auto& [from, to] = std::pair(first.box, second.box);
+  const auto& from = first.box;
+  const auto& to = second.box;
   size_t dim = 0;
   while (dim < from.sizes.size() && from.sizes[dim] == 1 && to.sizes[dim] == 1 &&
          from.offsets[dim] == to.offsets[dim]) {
@@ -170,11 +172,7 @@ std::optional<Part> joined(const Part& first, const Part& second) {
   }
   Part both = first;
   both.box.sizes[dim] += to.sizes[dim];
-  at::DimVector strides(both.box.sizes.size(), 1);
-  for (auto i = strides.size(); i-- > 1;) {
-    strides[i - 1] = strides[i] * both.box.sizes[i];
-  }
-  both.data = first.data.as_strided(both.box.sizes, strides);
+  both.data = first.data.as_strided(both.box.sizes, c10::contiguous_strides(both.box.sizes));
   return both;
 }
 
@@ -248,12 +246,7 @@ PlanRequest make_request(const StateDict& state) {
   }
   auto mesh_indices = json::array();
   for (const auto& mesh : meshes) {
-    int64_t mesh_index = 0;
-    const auto coordinate = mesh.get_coordinate();
-    for (size_t axis = 0; axis < coordinate.size(); ++axis) {
-      mesh_index = mesh_index * mesh.shape()[axis] + coordinate[axis];
-    }
-    mesh_indices.push_back(mesh_index);
+    mesh_indices.push_back(grid_index(mesh.shape(), mesh.get_coordinate()));
   }
   return {json_text(list, kWhere), json_text(mesh_indices, kWhere)};
 }

@@ -4,6 +4,7 @@
 #include <numeric>
 #include <random>
 
+#include "layout/mesh_layout.h"
 #include "layout/shard_layout.h"
 
 namespace fsdp::detail {
@@ -136,20 +137,21 @@ std::vector<LocalBox> boxes_before_blocks(
 /// of the merged dims, the last of them left out, so that it is a box of the local tensor, too.
 /// `whole` are the boxes of the local tensor with all rows.
 std::vector<LocalBox> boxes_of_rows(
-    const std::vector<LocalBox>& whole, std::vector<int64_t> sizes, int64_t dims, const Run& rows) {
+    const std::vector<LocalBox>& whole,
+    const std::vector<int64_t>& sizes,
+    int64_t dims,
+    const Run& rows) {
   const auto last = static_cast<size_t>(dims - 1);
+  const std::vector<int64_t> outer(sizes.begin(), sizes.begin() + dims - 1);
   const auto per_index = sizes[last];
   std::vector<LocalBox> boxes;
   for (auto row = rows.offset; row < rows.offset + rows.length;) {
     const auto index = row / per_index;
     const auto end = std::min((index + 1) * per_index, rows.offset + rows.length);
     Box part = Box::whole(sizes); // of the local tensor
-    auto rest = index;
-    for (auto dim = last; dim-- > 0;) {
-      part.offsets[dim] = rest % sizes[dim];
-      part.sizes[dim] = 1;
-      rest /= sizes[dim];
-    }
+    const auto at_index = grid_coordinate(outer, index);
+    std::copy(at_index.begin(), at_index.end(), part.offsets.begin());
+    std::fill_n(part.sizes.begin(), last, 1);
     part.offsets[last] = row - index * per_index;
     part.sizes[last] = end - row;
     for (const auto& [box, at] : whole) {
@@ -175,18 +177,18 @@ std::vector<LocalBox> local_boxes(
     const std::vector<Placement>& placements,
     const std::vector<int64_t>& mesh_shape,
     const std::vector<int64_t>& coordinate) {
-  auto boxes = boxes_before_blocks(sizes, placements, mesh_shape, coordinate);
+  const auto boxes = boxes_before_blocks(sizes, placements, mesh_shape, coordinate);
   const auto blocks = block_step(placements, mesh_shape);
   if (!blocks) {
     return boxes;
   }
-  auto local = sizes_before_blocks(sizes, placements, mesh_shape, coordinate);
+  const auto local = sizes_before_blocks(sizes, placements, mesh_shape, coordinate);
   if (product(local) == 0) {
     return {};
   }
   const auto num_rows = merged_sizes(local, blocks->dims)[static_cast<size_t>(blocks->dims - 1)];
   const auto rows = chunk_run(num_rows, blocks->num_ranks, coordinate[blocks->axis]);
-  return boxes_of_rows(boxes, std::move(local), blocks->dims, rows);
+  return boxes_of_rows(boxes, local, blocks->dims, rows);
 }
 
 void for_each_run(

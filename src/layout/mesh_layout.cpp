@@ -11,6 +11,14 @@ std::vector<int64_t> grid_coordinate(const std::vector<int64_t>& shape, int64_t 
   return coordinate;
 }
 
+int64_t grid_index(const std::vector<int64_t>& shape, const std::vector<int64_t>& coordinate) {
+  int64_t index = 0;
+  for (size_t axis = 0; axis < shape.size(); ++axis) {
+    index = index * shape[axis] + coordinate[axis];
+  }
+  return index;
+}
+
 int64_t axes_size(const std::vector<int64_t>& shape, const std::vector<int64_t>& root_axes) {
   int64_t size = 1;
   for (const auto axis : root_axes) {

@@ -10,6 +10,8 @@ namespace fsdp::detail {
 
 /// Returns the coordinate of `rank` in a grid of this shape. The last axis varies fastest.
 std::vector<int64_t> grid_coordinate(const std::vector<int64_t>& shape, int64_t rank);
+/// The inverse: the number of this coordinate.
+int64_t grid_index(const std::vector<int64_t>& shape, const std::vector<int64_t>& coordinate);
 
 /// Return the number of positions along all `root_axes`, and the index of `coordinate` among them.
 int64_t axes_size(const std::vector<int64_t>& shape, const std::vector<int64_t>& root_axes);

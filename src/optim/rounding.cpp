@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "layout/box.h"
+#include "layout/mesh_layout.h"
 
 namespace fsdp::detail {
 
@@ -27,19 +28,13 @@ at::Tensor numbers_of(
   return numbers;
 }
 
-int64_t number_of(at::IntArrayRef index, at::IntArrayRef sizes) {
-  int64_t number = 0;
-  for (size_t dim = 0; dim < sizes.size(); ++dim) {
-    number = number * sizes[dim] + index[dim];
-  }
-  return number;
-}
-
 /// If the boxes, in this order, are one run of the whole tensor, returns the number of its first
 /// element.
 std::optional<int64_t> first_of_run(
-    const std::vector<LocalBox>& boxes, at::IntArrayRef sizes, at::IntArrayRef local_sizes) {
-  const auto first = number_of(boxes.front().box.offsets, sizes);
+    const std::vector<LocalBox>& boxes,
+    const std::vector<int64_t>& sizes,
+    const std::vector<int64_t>& local_sizes) {
+  const auto first = grid_index(sizes, boxes.front().box.offsets);
   int64_t length = 0;
   for (const auto& [box, at] : boxes) {
     size_t dim = 0;
@@ -51,7 +46,7 @@ std::optional<int64_t> first_of_run(
         return std::nullopt;
       }
     }
-    if (number_of(box.offsets, sizes) != first + length || number_of(at, local_sizes) != length) {
+    if (grid_index(sizes, box.offsets) != first + length || grid_index(local_sizes, at) != length) {
       return std::nullopt;
     }
     length += box.numel();
@@ -77,7 +72,7 @@ ElementNumbers::ElementNumbers(const at::Tensor& local, const std::optional<Tens
   }
   const auto boxes =
       local_boxes(spec->sizes, spec->placements, spec->mesh.shape(), spec->mesh.get_coordinate());
-  if (const auto first = first_of_run(boxes, spec->sizes, local.sizes())) {
+  if (const auto first = first_of_run(boxes, spec->sizes, local.sizes().vec())) {
     first_ = *first;
     return;
   }
