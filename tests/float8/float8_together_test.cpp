@@ -91,8 +91,14 @@ TEST(Float8AllGather, WhileGradientsAreAccumulated) {
 }
 
 /// A part of a matrix has a scale of its own, which is a power of two. So it gives the same values.
+/// A GPU rounds sums, which tensor parallelism divides in another way. After that, some gradients are
+/// rounded to the next value of float8.
 TEST(Float8AllGather, WithReplicasAndTensorParallelism) {
-  run_ranks(8, [](int) {
+  const auto expect_close = [](const torch::Tensor& actual, const torch::Tensor& expected) {
+    const double limit = test_device() == torch::kCPU ? 1e-5 : 5e-2;
+    EXPECT_LT((actual - expected).norm().item<double>(), limit * expected.norm().item<double>());
+  };
+  run_ranks(8, [&](int) {
     const auto mesh = init_device_mesh(test_device(), {2, 2, 2}, {"dp", "shard", "tp"});
     for (const auto scaling : kScalings) {
       auto [net, reference] = twins<Pair>(scaling);
@@ -103,11 +109,11 @@ TEST(Float8AllGather, WithReplicasAndTensorParallelism) {
       default_group().all_reduce(x, ReduceOp::Avg); // the same on all ranks
       const auto result = net(x);
       const auto expected = reference(x);
-      EXPECT_TRUE(near(result.detach(), expected.detach(), 1e-5));
+      expect_close(result.detach(), expected.detach());
       result.square().mean().backward();
       expected.square().mean().backward();
       const auto grad = part_of(reference->up->weight.grad(), net->up->weight);
-      EXPECT_TRUE(near(net->up->weight.grad(), grad, 1e-5));
+      expect_close(net->up->weight.grad(), grad);
     }
   });
 }

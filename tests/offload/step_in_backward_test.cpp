@@ -45,10 +45,11 @@ const std::vector<std::pair<std::string, MakeOptimizer>> kOptimizers{
      two_groups<torch::optim::Adagrad>(
          torch::optim::AdagradOptions(1e-2), torch::optim::AdagradOptions(3e-3))}};
 
-const std::vector<std::pair<std::string, AnyOffloadPolicy>> kPolicies{
-    {"on the device", OffloadPolicy{}},
-    {"offloaded", CPUOffloadPolicy{}},
-    {"in part", CPUOffloadPolicy{.budget = 20000}}};
+/// Copies of a policy share its budget, so each model gets a policy of its own.
+const std::vector<std::pair<std::string, std::function<AnyOffloadPolicy()>>> kPolicies{
+    {"on the device", [] { return OffloadPolicy{}; }},
+    {"offloaded", [] { return CPUOffloadPolicy{}; }},
+    {"in part", [] { return CPUOffloadPolicy{.budget = 20000}; }}};
 
 /// Trains both, `net` with steps in backward. `backward(net, step)` is all of a step but the
 /// update.
@@ -75,14 +76,14 @@ const auto kAdamW = kOptimizers.front().second;
 TEST(StepInBackward, EqualsAStepAfterIt) {
   for (const int n : {1, 2, 4}) {
     run_ranks(n, [](int) {
-      for (const auto& [policy_name, policy] : kPolicies) {
+      for (const auto& [policy_name, make_policy] : kPolicies) {
         for (const auto& [optimizer_name, make] : kOptimizers) {
           for (const bool reshard : {true, false}) {
             SCOPED_TRACE_OF(policy_name, optimizer_name, reshard);
             auto [net, other] = twins<Transformer>(kTransformer);
             for (auto* each : {&net, &other}) {
               shard_transformer(
-                  *each, {.reshard_after_forward = reshard, .offload_policy = policy});
+                  *each, {.reshard_after_forward = reshard, .offload_policy = make_policy()});
             }
             expect_same_training(net, other, make, [](Transformer& each, int step) {
               transformer_loss(each, step).backward();
@@ -96,14 +97,14 @@ TEST(StepInBackward, EqualsAStepAfterIt) {
 
 TEST(StepInBackward, WithReplicasAndCasts) {
   run_ranks(4, [](int) {
-    for (const auto& [policy_name, policy] : kPolicies) {
+    for (const auto& [policy_name, make_policy] : kPolicies) {
       SCOPED_TRACE_OF(policy_name);
       auto [net, other] = twins<Transformer>(kTransformer);
       for (auto* each : {&net, &other}) {
         shard_transformer(
             *each, {.mesh = init_device_mesh(test_device(), {2, 2}, {"replicate", "shard"}),
                     .mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat},
-                    .offload_policy = policy});
+                    .offload_policy = make_policy()});
       }
       expect_same_training(net, other, kAdamW, [](Transformer& each, int step) {
         transformer_loss(each, step).backward();
