@@ -330,15 +330,18 @@ void FlatParams::check_on_host() const {
   std::vector<std::string> elsewhere;
   for (const auto& param : params_) {
     const auto device = param->face() == Face::Sharded ? param->tensor().device() : at::kCPU;
-    if (!device.is_cpu() && !device.is_meta()) {
-      elsewhere.push_back(c10::str(param->name(), " (", device, ")"));
+    if (!device.is_cpu() && !device.is_meta()) { // in Python's words
+      elsewhere.push_back(c10::str(
+          "('", param->name(), "', device(type='", c10::DeviceTypeName(device.type(), true),
+          "', index=", static_cast<int>(device.index()), "))"));
     }
   }
   TORCH_CHECK(
       elsewhere.empty(),
-      "[fully_shard] FSDP parameters should be materialized on CPU when enabling CPU offloading, "
-      "but these were moved elsewhere: ",
-      join(elsewhere), "; do not move the module after fully_shard, or to_empty it on the CPU");
+      "[fully_shard] FSDP parameters should be materialized on CPU when enabling CPU offloading; do "
+      "not move the module after fully_shard, load a state dict of the CPU, or to_empty it there. "
+      "Found following parameters on non-CPU device: [",
+      join(elsewhere), "]");
 }
 
 /// The name of the parameter whose shard is at that offset of the shard buffer, in bytes.
