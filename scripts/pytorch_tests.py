@@ -2,8 +2,8 @@
 """scripts/pytorch_tests.py CHECKOUT [options]: PyTorch's own tests of FSDP2 against fsdp_cpp.
 
 CHECKOUT is a checkout of PyTorch. Each test runs in a process of its own, with the torch that is installed.
-Tests that ask for GPUs run on the CPU over gloo if there is none. `--engine torch` tests torch's own engine,
-which tells what can pass on this machine at all.
+Tests that ask for GPUs run on the CPU over gloo if there is none, and share one if NCCL allows it
+(docs/gpu.md). `--engine torch` tests torch's own engine, which tells what can pass on this machine at all.
 
   scripts/pytorch_tests.py ../pytorch --engine torch --out torch.json
   scripts/pytorch_tests.py ../pytorch --baseline torch.json
@@ -22,9 +22,23 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import unittest
 
 FOLDER = "test/distributed/_composable/fsdp"
+
+
+def share_the_gpu(world: int) -> None:
+    """Gives all ranks the first GPU. Tests that count GPUs count one for each rank."""
+    import torch
+    import torch.distributed as dist
+
+    set_device, barrier = torch.cuda.set_device, dist.barrier
+    torch.cuda.set_device = torch.accelerator.set_device_index = lambda _: set_device(0)
+    dist.barrier = lambda *args, device_ids=None, **rest: barrier(*args, **rest)
+    devices = types.ModuleType("torch.cuda")  # torch itself must still see one GPU
+    devices.__dict__.update(torch.cuda.__dict__, device_count=lambda: world)
+    torch.get_device_module = lambda device=None: devices
 
 
 def prepare() -> None:
@@ -40,6 +54,9 @@ def prepare() -> None:
     torch.accelerator.device_count = lambda: max(world, 8)  # else tests of more ranks are skipped
     if not torch.cuda.is_available():
         torch.cpu.device_count = lambda: world
+    elif torch.cuda.device_count() < world:
+        share_the_gpu(world)
+    if torch.cuda.device_count() < world:
         ddp = importlib.import_module("torch.distributed._composable.replicate")  # `import as` gives the function
         replicate = ddp.replicate
         ddp.replicate = functools.wraps(replicate)(lambda *args, device_ids=None, **rest: replicate(*args, **rest))
@@ -70,11 +87,16 @@ def run(arguments: list[str], options: argparse.Namespace) -> tuple[int | None, 
         return None, process.communicate()[0]
 
 
-def list_tests(file: str) -> None:
-    importlib.import_module(file)  # says why it cannot
-    for suite in unittest.defaultTestLoader.loadTestsFromName(file):
-        for test in suite:  # type: ignore[union-attr]
-            print(f"TEST {test.id()}")
+def list_tests(files: list[str]) -> None:
+    for file in files:
+        try:
+            importlib.import_module(file)
+        except Exception as error:
+            print(f"{file}.py cannot be imported: {error}")
+            continue
+        for suite in unittest.defaultTestLoader.loadTestsFromName(file):
+            for test in suite:  # type: ignore[union-attr]
+                print(f"TEST {test.id()}")
 
 
 def outcome(code: int | None, output: str) -> str:
@@ -101,15 +123,17 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder.resolve()), *sys.path[1:]])
 
     results: dict[str, str] = {}
-    for file in sorted(folder.glob("test_fully_shard_*.py")):
-        code, listing = run(["--list", file.stem], options)
-        if code != 0:
-            print(f"{file.name} cannot be imported: {listing.strip().splitlines()[-1]}", flush=True)
-        for test in re.findall(r"^TEST (\S+)$", listing, re.M):
-            if re.search(options.k, test):
-                began = time.monotonic()
-                results[test] = outcome(*run(["--one", test], options))
-                print(f"{results[test]:8} {time.monotonic() - began:6.1f} s  {test}", flush=True)
+    code, listing = run(["--list", *sorted(file.stem for file in folder.glob("test_fully_shard_*.py"))], options)
+    if code != 0:
+        print(f"The tests cannot be listed within {options.limit} s:\n{listing}")
+        return 1
+    for line in re.findall(r"^\S+ cannot be imported: .*$", listing, re.M):
+        print(line, flush=True)
+    for test in re.findall(r"^TEST (\S+)$", listing, re.M):
+        if re.search(options.k, test):
+            began = time.monotonic()
+            results[test] = outcome(*run(["--one", test], options))
+            print(f"{results[test]:8} {time.monotonic() - began:6.1f} s  {test}", flush=True)
     if options.out:
         options.out.write_text(json.dumps(results, indent=1))
     counts = {each: list(results.values()).count(each) for each in ("passed", "failed", "too long", "skipped")}
@@ -127,7 +151,7 @@ if __name__ == "__mp_main__":  # a rank of a test
 elif __name__ == "__main__":
     if sys.argv[1:2] == ["--list"]:
         prepare()
-        list_tests(sys.argv[2])
+        list_tests(sys.argv[2:])
     elif sys.argv[1:2] == ["--one"]:
         prepare()
         unittest.main(module=None, argv=[sys.argv[0], sys.argv[2]])
