@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
+#include <cstdlib>
 #include <thread>
 
 #include "gpu/overlap_fixture.h"
@@ -302,7 +303,11 @@ double compute_of_a_backward(bool separate_group) {
 }
 
 // NCCL runs the collectives of one group in their order, so a late reduction holds up a gather.
+// That takes a hardware queue for each stream. Ranks side by side (MPS) have too few of them.
 TEST_F(NcclRanks, ASeparateGroupLetsGathersPassReductions) {
+  if (std::getenv("CUDA_MPS_PIPE_DIRECTORY")) {
+    GTEST_SKIP() << "streams share hardware queues under MPS";
+  }
   const double one_group = compute_of_a_backward(false);
   const double two_groups = compute_of_a_backward(true);
   if (get_rank() == 0) {
