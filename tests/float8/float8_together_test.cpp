@@ -91,8 +91,8 @@ TEST(Float8AllGather, WhileGradientsAreAccumulated) {
 }
 
 /// A part of a matrix has a scale of its own, which is a power of two. So it gives the same values.
-/// A GPU rounds sums, which tensor parallelism divides in another way. After that, some gradients are
-/// rounded to the next value of float8.
+/// A GPU rounds sums, which tensor parallelism divides in another way. After that, some gradients
+/// are rounded to the next value of float8.
 TEST(Float8AllGather, WithReplicasAndTensorParallelism) {
   const auto expect_close = [](const torch::Tensor& actual, const torch::Tensor& expected) {
     const double limit = test_device() == torch::kCPU ? 1e-5 : 5e-2;
