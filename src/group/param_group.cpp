@@ -64,6 +64,7 @@ FSDPParamGroup::FSDPParamGroup(
 void FSDPParamGroup::enter(ParamsState next) {
   check_transition(state_, next, name_);
   state_ = next;
+  kept_for_graph_ = kept_for_graph_ && next == ParamsState::Unsharded;
 }
 
 void FSDPParamGroup::set_name(const std::string& name, int64_t model, bool one_of_several) {
@@ -307,7 +308,7 @@ void FSDPParamGroup::check_no_step() {
 
 void FSDPParamGroup::post_forward() {
   const Range range("post_forward", label_);
-  if (at::GradMode::is_enabled() || ranks_after_forward_ == size()) {
+  if (at::GradMode::is_enabled() || ranks_after_forward_ == size() || kept_for_graph_) {
     reshard(ReshardAfter::Forward);
     return;
   }
@@ -387,7 +388,7 @@ void FSDPParamGroup::end_backward(bool is_last, bool keep) {
     flat_.show_to_users(Face::Sharded);
     return;
   }
-  if (std::exchange(kept_for_graph_, false) && reshard_after_backward) {
+  if (kept_for_graph_ && reshard_after_backward) {
     reshard(ReshardAfter::Backward);
   }
   keep_whole();
@@ -413,7 +414,6 @@ void FSDPParamGroup::wait_for_host_copies() {
 }
 
 void FSDPParamGroup::reset() {
-  kept_for_graph_ = false;
   gather_.reset();
   flat_.drop_payloads();
   show_shards(); // the next gather adopts shards that were replaced, and may refuse to

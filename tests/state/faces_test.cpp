@@ -333,5 +333,43 @@ TEST(Faces, DoubleBackwardAfterUnshard) {
   });
 }
 
+/// The gradients of `net`'s outputs with regard to a batch, with a graph of their own.
+torch::Tensor slopes_of(MLP& net) {
+  const auto x = random_batch(0, {2, 4}).set_requires_grad(true);
+  const auto y = torch::tanh(net(x)).sum();
+  return torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+}
+
+TEST(Faces, AForwardWithoutGradientsBeforeADoubleBackward) {
+  for (const auto& reshard : std::vector<ReshardAfterForward>{true, 2, false}) {
+    run_ranks(4, [&](int) {
+      auto [net, reference] = twins<MLP>(4);
+      fully_shard(net, {.reshard_after_forward = reshard});
+      for (auto* each : {&net, &reference}) {
+        const auto slopes = slopes_of(*each);
+        {
+          const torch::NoGradGuard no_grad;
+          (*each)(random_batch(1, {2, 4}));
+        }
+        slopes.pow(2).sum().backward();
+      }
+      average_gradients(*reference);
+      expect_parity(*net, *reference);
+    });
+  }
+}
+
+TEST(Faces, ReshardEndsWhatABackwardWithAGraphKeeps) {
+  run_ranks(2, [](int) {
+    MLP net(4);
+    const auto whole_rows = net->in_proj->weight.size(0);
+    auto handle = fully_shard(net, {.reshard_after_forward = true});
+    slopes_of(net);
+    handle.reshard();
+    net(random_batch(0, {2, 4}));
+    EXPECT_EQ(net->in_proj->weight.size(0), whole_rows / 2);
+  });
+}
+
 } // namespace
 } // namespace fsdp
