@@ -13,10 +13,10 @@
 #include <utility>
 
 #include <fsdp/call.h>
+#include <fsdp/detail/recompute_scope.h>
+#include <fsdp/detail/recomputed_call.h>
 #include <fsdp/export.h>
 #include <fsdp/module_ref.h>
-#include <fsdp/recompute_scope.h>
-#include <fsdp/recomputed_call.h>
 
 // The public names keep Python's word, "checkpoint". The library itself says "recompute", because a
 // checkpoint is otherwise a model on disk.

@@ -12,22 +12,23 @@
 
 namespace fsdp {
 
-// Linear layers that multiply in float8, for GPUs that can (compute capability 8.9 and up). Torch
-// refuses it on others. The CPU rounds to float8 in the same way and multiplies in fp32, so that a
-// run can be tried there.
+// Linear layers that multiply in float8. They need a GPU of compute capability 8.9 or higher; on
+// other GPUs torch throws. The CPU rounds to float8 in the same way and multiplies in fp32, so that
+// a run can be tried there.
 //
 // Every tensor is divided by its scales before it is rounded, so that its largest value is just in
 // range. All scales are powers of two. So a value that was rounded once is not rounded again under
 // another scale, unless it is less than 1/16000 of the largest. A weight that was gathered in
-// float8 gives the results of one that was gathered whole, but for such values.
+// float8 gives the results of one that was gathered whole, except for such values.
 
 /// Which values share a scale.
 enum class Float8Scaling {
-  /// All of a tensor. Quicker. Gradients of results have the wider range of e5m2.
+  /// All values of a tensor. This is faster. Gradients of results are e5m2, which has a wider
+  /// range.
   tensorwise,
-  /// Those in a row of the left matrix of a product, or in a column of the right one. Large values
-  /// in one row do not take precision from the others. All values are e4m3. GPUs round the results
-  /// to bf16.
+  /// The values in a row of the left matrix of a product, or in a column of the right one. Large
+  /// values in one row do not take precision from the others. All values are e4m3. GPUs round the
+  /// results to bf16.
   rowwise
 };
 

@@ -1,9 +1,13 @@
 #pragma once
 
-// fully_shard has to run code before and after a module's forward. torch::nn::Module has no
-// hooks, and forward is not virtual. So forward is intercepted by type: Hooked<Impl> derives from
-// the user's Impl and hides its forward. Such a module is called hooked. Users declare it with
-// FSDP_MODULE, at the end of this file.
+// Users write one line of this file's, in place of TORCH_MODULE(Net):
+//
+//   struct NetImpl : torch::nn::Module { ... torch::Tensor forward(torch::Tensor x); };
+//   FSDP_MODULE(Net);
+//
+// The rest says how that works. fully_shard has to run code before and after a module's forward.
+// torch::nn::Module has no hooks, and forward is not virtual. So forward is intercepted by type:
+// Hooked<Impl> derives from the user's Impl and hides its forward. Such a module is called hooked.
 
 #include <ATen/ops/linear.h>
 #include <torch/nn/modules/container/any.h>
@@ -20,8 +24,8 @@
 #include <utility>
 #include <vector>
 
-#include <fsdp/forward_call.h>
-#include <fsdp/forward_signature.h>
+#include <fsdp/detail/forward_call.h>
+#include <fsdp/detail/forward_signature.h>
 
 namespace fsdp {
 

@@ -58,10 +58,10 @@ struct FSDP_API LowPrecisionAdamWParamState
 /// computes in fp32, a part of a parameter at a time, and rounds the results stochastically, so
 /// that small updates count on average. Parameters in fp32 stay exact; their moments are rounded.
 ///
-/// The rounding depends on the seed, the step, and the place of the element in the whole parameter.
-/// So replicas stay equal, any number of ranks rounds alike (but for 8-bit moments, whose blocks
-/// are other ones), and a run that is resumed goes on to the bit. State dicts hold copies of 8-bit
-/// moments, in bf16, which loses nothing. See docs/low_precision.md.
+/// The rounding depends on the seed, the step, the parameter and the position of the element in
+/// the whole parameter. So replicas stay equal, and a resumed run gives the same bits. Any number
+/// of ranks rounds alike, except with 8-bit moments: other elements share a scale then. State
+/// dicts hold copies of 8-bit moments, in bf16, which loses nothing. See docs/low_precision.md.
 ///
 /// `step` throws ValueError, before it changes anything, as fsdp::optim::AdamW does.
 class FSDP_API LowPrecisionAdamW : public torch::optim::Optimizer {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <fsdp/forward_scope.h>
+#include <fsdp/detail/forward_scope.h>
 #include <fsdp/fully_shard.h>
 
 #include <memory>

@@ -12,7 +12,7 @@ double largest_of(at::ScalarType dtype) {
   return dtype == at::kFloat8_e5m2 ? 57344 : 448;
 }
 
-/// The largest magnitude of the values that share a scale; 0 if there are none.
+/// Returns the largest magnitude of the values that share a scale, or 0 if there are none.
 at::Tensor magnitudes(const at::Tensor& values, std::optional<int64_t> shared) {
   constexpr auto kLargest = std::numeric_limits<double>::infinity(); // this norm is the largest one
   const auto dims = shared ? at::OptionalIntArrayRef(*shared) : std::nullopt;
@@ -21,8 +21,8 @@ at::Tensor magnitudes(const at::Tensor& values, std::optional<int64_t> shared) {
              : at::linalg_vector_norm(values, kLargest, dims, shared.has_value(), at::kFloat);
 }
 
-/// The smallest powers of two that are not less than `numbers`, which are positive, and infinity
-/// for what is not finite. Overwrites `numbers`.
+/// Rounds positive numbers up to powers of two. A number that is not finite becomes infinity.
+/// Overwrites `numbers`.
 at::Tensor powers_of_two(at::Tensor numbers) {
   constexpr int32_t kMantissa = 0x7fffff; // the bits below the exponent
   constexpr auto kInfinity = std::numeric_limits<double>::infinity();
@@ -31,8 +31,8 @@ at::Tensor powers_of_two(at::Tensor numbers) {
   return numbers;
 }
 
-/// A power of two in the dtype of what it is multiplied with, so that torch makes no copy of that
-/// in fp32.
+/// Returns the power of two in bf16 if it is multiplied with values in bf16. Otherwise torch would
+/// copy the values to fp32.
 at::Tensor factor_for(const at::Tensor& power, at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? power.to(at::kBFloat16) : power;
 }

@@ -37,9 +37,9 @@ void check_steps_on_some_parameters(const torch::optim::Optimizer& optimizer) {
       "[StepInBackward] LBFGS needs all gradients, several times; call its step() after backward");
 }
 
-/// Lets an optimizer step on some of its parameters. These keep their places in the parameter
-/// groups, which decide how LowPrecisionAdamW rounds them. In the other places is a tensor without
-/// gradient.
+/// Lets an optimizer step on some of its parameters. These keep their positions in the parameter
+/// groups, which decide how LowPrecisionAdamW rounds them. A tensor without a gradient stands in
+/// for each of the others.
 class StepOnSome {
  public:
   explicit StepOnSome(torch::optim::Optimizer& optimizer)
@@ -101,7 +101,7 @@ class StepOnSome {
   const at::Tensor nothing_;
   std::unordered_map<const void*, std::pair<size_t, size_t>> places_; // by parameter
   std::vector<Params> params_;                                        // of each parameter group
-  std::vector<Params> lists_; // the same without those that are not stepped on
+  std::vector<Params> lists_; // the same, with a stand-in for each that is not stepped on
 };
 
 /// Parameters whose gradients are complete.
@@ -120,8 +120,8 @@ class Complete {
       grads_.emplace_back(param.grad(), param.grad()._version());
     }
   }
-  /// Throws if a gradient is not as it was remembered. What was added to it would be lost, or be a
-  /// second step; without it there would be none.
+  /// Throws if a gradient was changed or cleared since remember_grads. The change would be lost or
+  /// would need a second step, and a parameter without a gradient would get no step.
   void check_grads() const {
     for (size_t i = 0; i < params_.size(); ++i) {
       const auto& [grad, version] = grads_[i];
@@ -144,7 +144,7 @@ class Complete {
 
 } // namespace
 
-/// The updates that wait for the thread, and the thread.
+/// The thread that updates parameters, and the updates that it has still to make.
 class StepInBackward::Updates {
  public:
   Updates(
@@ -170,7 +170,8 @@ class StepInBackward::Updates {
     }
   }
 
-  /// Called in backward. Those of the parameters that are on the host are updated soon.
+  /// Called in backward. The thread updates the parameters that are in host memory. The others are
+  /// left to `finish`.
   void add(ReducedGrads grads) {
     in_use_.push_back(grads.in_use);
     Params on_host, others;
@@ -234,7 +235,8 @@ class StepInBackward::Updates {
     optimizer_.zero_grad();
   }
 
-  /// Says what nobody will hear of otherwise.
+  /// Called by the destructor. Warns if `finish` was not called after the last backward, or if an
+  /// update failed.
   void warn_if_unfinished() {
     if (in_use_.empty()) {
       return;
@@ -326,14 +328,14 @@ class StepInBackward::Updates {
   StepOnSome step_on_;
   const BeforeUpdate before_update_;
   const std::weak_ptr<detail::RankContext> rank_ = detail::current_context();
-  std::unordered_set<const void*> updated_;   // since the last `wait`
-  std::vector<std::shared_ptr<void>> in_use_; // until then
-  std::vector<Complete> for_finish_;          // that are not in host memory
-  std::exception_ptr error_;                  // the thread's, unless nothing waits
+  std::unordered_set<const void*> updated_;   // given to the thread since the last `wait`
+  std::vector<std::shared_ptr<void>> in_use_; // held until the next `wait`
+  std::vector<Complete> for_finish_;          // parameters that are not in host memory
+  std::exception_ptr error_;                  // only the thread uses it while updates wait
   std::atomic<bool> discards_ = false;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Waiting> waiting_; // the first one may be in work
+  std::deque<Waiting> waiting_; // the thread may be updating the first one
   bool ends_ = false;
   std::thread thread_;
 };

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <fsdp/forward_scope.h>
+#include <fsdp/detail/forward_scope.h>
 #include <fsdp/tensor_parallel.h>
 #include <torch/nn/module.h>
 

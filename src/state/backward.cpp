@@ -153,9 +153,9 @@ void FSDPState::finish_states(
   }
 }
 
-/// Compares on the stream of the reductions, which have ended: compute goes on. A comparison waits
-/// for the host, so calls that are captured for a CUDA graph are compared by a later step outside
-/// of it.
+/// Compares on the stream of the reductions, which have ended, so compute goes on. The host waits
+/// for an earlier comparison, which it must not do while a CUDA graph is captured. A later step
+/// compares the captured calls.
 void FSDPState::compare_calls_of(const StateContext& context, const CommContext& comm) {
   if (context.device.is_cuda() && captures_graph()) {
     return;

@@ -1,4 +1,4 @@
-#include <fsdp/forward_scope.h>
+#include <fsdp/detail/forward_scope.h>
 
 #include <ATen/autocast_mode.h>
 

@@ -329,7 +329,8 @@ void FSDPState::unshard() {
   }
 }
 
-/// Comes before whatever may differ between ranks, as far as their updates are. So all ranks throw.
+/// Called before anything that depends on how far the updates of a rank are. So either all ranks
+/// throw or none.
 void FSDPState::check_updated() const {
   for (const auto& group : groups_) {
     group->reducer().check_updated();

@@ -1,4 +1,4 @@
-#include <fsdp/recompute_scope.h>
+#include <fsdp/detail/recompute_scope.h>
 
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include <fsdp/detail/recompute_scope.h>
 #include <fsdp/export.h>
-#include <fsdp/recompute_scope.h>
 
 namespace fsdp::detail {
 

@@ -38,7 +38,7 @@ class RepeatableCall {
   virtual std::string name() const = 0;
   /// Moves the tensors out of the kept arguments, always in the same order.
   virtual std::vector<at::Tensor> take_tensors() = 0;
-  /// Makes the call, with `tensors` put back in their places among the arguments.
+  /// Puts `tensors` back into the arguments, in the order of take_tensors, and makes the call.
   virtual void run(std::vector<at::Tensor> tensors) = 0;
 };
 

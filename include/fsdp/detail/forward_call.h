@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include <fsdp/forward_scope.h>
-#include <fsdp/recomputed_call.h>
+#include <fsdp/detail/forward_scope.h>
+#include <fsdp/detail/recomputed_call.h>
 #include <fsdp/tree.h>
 
 namespace fsdp::detail {

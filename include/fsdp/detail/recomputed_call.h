@@ -17,8 +17,8 @@
 #include <utility>
 #include <vector>
 
+#include <fsdp/detail/recompute_scope.h>
 #include <fsdp/export.h>
-#include <fsdp/recompute_scope.h>
 #include <fsdp/tree.h>
 
 namespace fsdp::detail {
