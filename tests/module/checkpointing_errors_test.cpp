@@ -134,7 +134,7 @@ struct FickleImpl : torch::nn::Module {
 };
 FSDP_MODULE(Fickle);
 
-TEST(Checkpoint, AnotherForwardInBackwardIsAnErrorThatNamesTheModule) {
+TEST(RecomputedCalls, AnotherForwardInBackwardIsAnErrorThatNamesTheModule) {
   const auto x = leaf({3, 4});
   const auto message = [&](const std::string& what, const ActivationCheckpointOptions& options) {
     Fickle net;
@@ -158,7 +158,7 @@ TEST(Checkpoint, AnotherForwardInBackwardIsAnErrorThatNamesTheModule) {
   checkpoint(net, x).sum().backward();
 }
 
-TEST(Checkpoint, WhatWasWrittenToSinceForwardIsAnError) {
+TEST(RecomputedCalls, WhatWasWrittenToSinceForwardIsAnError) {
   Linear linear(4, 4);
   const auto x = leaf({3, 4});
   {
@@ -178,7 +178,7 @@ TEST(Checkpoint, WhatWasWrittenToSinceForwardIsAnError) {
       message_of<c10::Error>([&] { y.sum().backward(); }), "modified by an inplace operation"));
 }
 
-TEST(Checkpoint, AModuleThatIsGoneIsAnError) {
+TEST(RecomputedCalls, AModuleThatIsGoneIsAnError) {
   const auto x = leaf({3, 4});
   Tensor y = checkpoint(MLP(4), x);
   EXPECT_TRUE(contains(
@@ -191,7 +191,7 @@ TEST(Checkpoint, AModuleThatIsGoneIsAnError) {
               }));
 }
 
-TEST(Checkpoint, AnExceptionInBackwardLeavesAllUsable) {
+TEST(RecomputedCalls, AnExceptionInBackwardLeavesAllUsable) {
   run_ranks(1, [](int) {
     const auto x = leaf({3, 4});
     Fickle net;

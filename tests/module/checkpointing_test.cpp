@@ -21,7 +21,7 @@ Tensor twice_tanh(const Tensor& x) {
   return x.tanh().tanh();
 }
 
-TEST(Checkpoint, ModulesAndFunctions) {
+TEST(RecomputedCalls, ModulesAndFunctions) {
   const auto x = leaf({3, 4});
   MLP hooked(4);
   torch::nn::Linear plain(4, 4);
@@ -81,7 +81,7 @@ Pieces mix(
   return {sum.sin(), {{label, sum.cos()}}, static_cast<int64_t>(list.size())};
 }
 
-TEST(Checkpoint, ArgumentsAndResultsOfEveryType) {
+TEST(RecomputedCalls, ArgumentsAndResultsOfEveryType) {
   const std::vector<Tensor> of{leaf({3}, 1), leaf({3}, 2), leaf({3}, 3), leaf({3}, 4)};
   const auto constant = torch::randn({3}, generator(5)).to(test_device()); // needs no gradient
   const auto run = [&](bool checkpointed) {
@@ -111,7 +111,7 @@ TEST(Checkpoint, ArgumentsAndResultsOfEveryType) {
 
 // ------------------------------------------------------------ When it is called
 
-TEST(Checkpoint, RunsOnceMoreForEachBackward) {
+TEST(RecomputedCalls, RunsOnceMoreForEachBackward) {
   const auto x = leaf({4});
   int calls = 0;
   const auto function = [&calls](const Tensor& t) {
@@ -136,7 +136,7 @@ TEST(Checkpoint, RunsOnceMoreForEachBackward) {
   EXPECT_EQ(calls, 5);
 }
 
-TEST(Checkpoint, StopsEarlyUnlessTold) {
+TEST(RecomputedCalls, StopsEarlyUnlessTold) {
   const auto x = leaf({4});
   for (const bool early : {true, false}) {
     SCOPED_TRACE_OF(early);
@@ -161,7 +161,7 @@ struct CarelessImpl : torch::nn::Module {
 };
 FSDP_MODULE(Careless);
 
-TEST(Checkpoint, AStopPassesWhatHandlesErrorsAndSparesWhatIsNoexcept) {
+TEST(RecomputedCalls, AStopPassesWhatHandlesErrorsAndSparesWhatIsNoexcept) {
   const auto x = leaf({4});
   Careless careless;
   const auto swallows = [](const Tensor& t) {
@@ -185,7 +185,7 @@ TEST(Checkpoint, AStopPassesWhatHandlesErrorsAndSparesWhatIsNoexcept) {
   check([&](const Tensor& t) { return careless(t) + 1; }, x.sin().exp());
 }
 
-TEST(CheckpointDeathTest, AFunctionThatIsNoexceptMayBeCheckpointed) {
+TEST(RecomputedCallsDeathTest, AFunctionThatIsNoexceptMayBeCheckpointed) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_EXIT(
       {
@@ -197,7 +197,7 @@ TEST(CheckpointDeathTest, AFunctionThatIsNoexceptMayBeCheckpointed) {
       testing::ExitedWithCode(0), "");
 }
 
-TEST(Checkpoint, NestedOnesRunAsOftenAsInPython) {
+TEST(RecomputedCalls, NestedOnesRunAsOftenAsInPython) {
   Names calls;
   const auto run = [&calls](bool early, bool save_more, const Tensor& x) {
     const ActivationCheckpointOptions options{.early_stop = early};
@@ -241,7 +241,7 @@ TEST(Checkpoint, NestedOnesRunAsOftenAsInPython) {
   }
 }
 
-TEST(Checkpoint, BackwardsInsideAndOfBackward) {
+TEST(RecomputedCalls, BackwardsInsideAndOfBackward) {
   const auto x = leaf({3});
   for (const bool early : {true, false}) {
     SCOPED_TRACE_OF(early);
@@ -267,7 +267,7 @@ TEST(Checkpoint, BackwardsInsideAndOfBackward) {
 
 // ------------------------------------------------------------ What is repeated
 
-TEST(Checkpoint, DropoutDrawsTheSameAndLeavesTheGeneratorAlone) {
+TEST(RecomputedCalls, DropoutDrawsTheSameAndLeavesTheGeneratorAlone) {
   run_ranks(1, [](int) {
     const auto x = leaf({64});
     const auto noisy = [](const Tensor& t) {
@@ -290,7 +290,7 @@ TEST(Checkpoint, DropoutDrawsTheSameAndLeavesTheGeneratorAlone) {
   });
 }
 
-TEST(Checkpoint, RanksThatAreThreadsDoNotDisturbEachOthersDropout) {
+TEST(RecomputedCalls, RanksThatAreThreadsDoNotDisturbEachOthersDropout) {
   run_ranks(4, [](int) {
     for (int step = 0; step < 20; ++step) {
       std::vector<Tensor> masks; // of all calls, in order
@@ -316,7 +316,7 @@ TEST(Checkpoint, RanksThatAreThreadsDoNotDisturbEachOthersDropout) {
   });
 }
 
-TEST(Checkpoint, AutocastIsOnAgainInBackward) {
+TEST(RecomputedCalls, AutocastIsOnAgainInBackward) {
   Linear linear(4, 4);
   const auto x = leaf({2, 4});
   const auto run = [&](bool checkpointed) {
@@ -337,7 +337,7 @@ TEST(Checkpoint, AutocastIsOnAgainInBackward) {
 
 // ------------------------------------------------------------ Memory
 
-TEST(Checkpoint, SavesMemoryAndGivesAllOfItBack) {
+TEST(RecomputedCalls, SavesMemoryAndGivesAllOfItBack) {
   run_ranks(1, [](int) {
     constexpr int64_t kBytes = 4 * 1024 * 1024;
     memory_stats(torch::kCPU); // begins to count
@@ -371,7 +371,7 @@ TEST(Checkpoint, SavesMemoryAndGivesAllOfItBack) {
   });
 }
 
-TEST(Checkpoint, ItsCalleeAndArgumentsEndWithTheGraph) {
+TEST(RecomputedCalls, ItsCalleeAndArgumentsEndWithTheGraph) {
   const auto x = leaf({4});
   auto token = std::make_shared<int>(0);
   const auto function = [token](const Tensor& t, const std::shared_ptr<int>&) {
@@ -392,7 +392,7 @@ TEST(Checkpoint, ItsCalleeAndArgumentsEndWithTheGraph) {
 
 // ------------------------------------------------------------ Threads
 
-TEST(Checkpoint, SeveralThreadsThroughOneGraph) {
+TEST(RecomputedCalls, SeveralThreadsThroughOneGraph) {
   const auto x = leaf({64});
   const auto y =
       checkpoint([](const Tensor& t) { return checkpoint(twice_tanh, t.sin()).exp(); }, x);

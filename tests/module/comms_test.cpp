@@ -13,7 +13,7 @@ using namespace test;
 
 // ------------------------------------------------------------ Gradient division
 
-TEST(Training, DivideFactorsAreOfOneModuleAlone) {
+TEST(GradientDivision, DivideFactorsAreOfOneModuleAlone) {
   run_ranks(4, [](int) {
     for (const double factor : {8.0, 4.0}) {
       SCOPED_TRACE_OF(factor);
@@ -126,7 +126,7 @@ struct RecordingReduceScatter : ReduceScatter {
   int allocations = 0;
 };
 
-TEST(Training, ForcedSumsGoOverTheWireAsSums) {
+TEST(GradientDivision, ForcedSumsGoOverTheWireAsSums) {
   run_ranks(2, [](int) {
     for (const bool force_sum : {false, true}) {
       SCOPED_TRACE_OF(force_sum);
@@ -145,7 +145,7 @@ TEST(Training, ForcedSumsGoOverTheWireAsSums) {
   });
 }
 
-TEST(Training, OneRankDividesOnceAndOnlyIfItMust) {
+TEST(GradientDivision, OneRankDividesOnceAndOnlyIfItMust) {
   run_ranks(1, [](int) {
     for (const std::optional<double> factor : {std::optional<double>(), {1.0}, {2.0}}) {
       for (const bool force_sum : {false, true}) {

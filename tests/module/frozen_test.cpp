@@ -12,7 +12,7 @@ using namespace test;
 
 // ------------------------------------------------------------ Frozen parameters
 
-TEST(Training, OnlyBiasesTrainableAndOnlyTheyAreReduced) {
+TEST(Frozen, OnlyBiasesTrainableAndOnlyTheyAreReduced) {
   for (const int n : {2, 4}) {
     run_ranks(n, [](int) {
       for (const ReshardAfterForward& reshard :
@@ -41,7 +41,7 @@ struct ChainImpl : torch::nn::Module {
 };
 FSDP_MODULE(Chain);
 
-TEST(Training, FrozenGroupsAndUnfreezingLater) {
+TEST(Frozen, FrozenGroupsAndUnfreezingLater) {
   run_ranks(2, [](int) {
     for (const auto& [unfreeze, reshard] : std::vector<std::pair<bool, ReshardAfterForward>>{
              {false, true}, {true, true}, {false, false}, {true, false}, {true, 2}}) {
@@ -102,7 +102,7 @@ struct MixedGradImpl : torch::nn::Module {
 };
 FSDP_MODULE(MixedGrad);
 
-TEST(Training, TheSameLayerWithAndWithoutGradientsInOneForward) {
+TEST(Frozen, TheSameLayerWithAndWithoutGradientsInOneForward) {
   run_ranks(4, [](int) {
     for (const ReshardAfterForward& reshard :
          {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
@@ -136,7 +136,7 @@ struct TappedImpl : torch::nn::Module {
 FSDP_MODULE(Tapped);
 
 /// No hook announces this backward: it does not come through an output of the module.
-TEST(Training, BackwardOfAnIntermediateResultOfAFrozenModule) {
+TEST(Frozen, BackwardOfAnIntermediateResultOfAFrozenModule) {
   run_ranks(2, [](int) {
     auto [net, reference] = twins<Tapped>();
     for (const auto& param : net->parameters()) {

@@ -13,7 +13,7 @@ using namespace test;
 
 // ------------------------------------------------------------ Which modules run, and how
 
-TEST(Training, ForwardAndBackwardOfAModuleThatIsNotTheRoot) {
+TEST(Calls, ForwardAndBackwardOfAModuleThatIsNotTheRoot) {
   run_ranks(2, [](int) {
     auto [net, reference] = twins<Stack>(32);
     for (auto& mlp : net->mlps) {
@@ -39,7 +39,7 @@ TEST(Training, ForwardAndBackwardOfAModuleThatIsNotTheRoot) {
   });
 }
 
-TEST(Training, SeveralRootsWithAndWithoutASharedContext) {
+TEST(Calls, SeveralRootsWithAndWithoutASharedContext) {
   run_ranks(2, [](int) {
     for (const bool shared : {false, true}) {
       SCOPED_TRACE_OF(shared);
@@ -79,7 +79,7 @@ struct MultiForwardImpl : torch::nn::Module {
 };
 FSDP_MODULE(MultiForward);
 
-TEST(Training, AModuleThatIsCalledTwice) {
+TEST(Calls, AModuleThatIsCalledTwice) {
   run_ranks(4, [](int) {
     for (const ReshardAfterForward& reshard :
          {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
@@ -99,7 +99,7 @@ TEST(Training, AModuleThatIsCalledTwice) {
   });
 }
 
-TEST(Training, UnusedOutputsAndUnusedModules) {
+TEST(Calls, UnusedOutputsAndUnusedModules) {
   run_ranks(4, [](int) {
     for (const ReshardAfterForward& reshard :
          {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(2)}) {
@@ -127,7 +127,7 @@ TEST(Training, UnusedOutputsAndUnusedModules) {
   });
 }
 
-TEST(Training, UnusedParametersMayBeReducedAsZeros) {
+TEST(Calls, UnusedParametersMayBeReducedAsZeros) {
   run_ranks(2, [](int rank) {
     auto [net, reference] = twins<DoubleLinear>(8);
     auto root = fully_shard(net);
@@ -157,7 +157,7 @@ struct NoInputsImpl : torch::nn::Module {
 };
 FSDP_MODULE(NoInputs);
 
-TEST(Training, NoInputsAtAll) {
+TEST(Calls, NoInputsAtAll) {
   run_ranks(2, [](int) {
     auto [net, reference] = twins<NoInputs>();
     fully_shard(net);
@@ -174,7 +174,7 @@ struct NoParamsImpl : torch::nn::Module {
 };
 FSDP_MODULE(NoParams);
 
-TEST(Training, ModulesWithoutParameters) {
+TEST(Calls, ModulesWithoutParameters) {
   run_ranks(2, [](int) {
     NoParams net;
     auto handle = fully_shard(net);
@@ -270,7 +270,7 @@ struct ContainersImpl : torch::nn::Module {
   std::vector<Holder<ContainedImpl<C>>> parts;
 };
 
-TEST(Training, ActivationsInContainersAndStructs) {
+TEST(Calls, ActivationsInContainersAndStructs) {
   const auto train = []<class C>(C) {
     run_ranks(2, [](int) {
       struct Make : Holder<ContainersImpl<C>> {
@@ -322,7 +322,7 @@ struct VisionModelImpl : torch::nn::Module {
 };
 FSDP_MODULE(VisionModel);
 
-TEST(Training, AnyMethodBetweenTheHooks) {
+TEST(Calls, AnyMethodBetweenTheHooks) {
   run_ranks(2, [](int) {
     auto [net, reference] = twins<VisionModel>();
     fully_shard(net->vit);
@@ -348,7 +348,7 @@ struct ForeignImpl : torch::nn::Module {
 };
 FSDP_MODULE(Foreign);
 
-TEST(Training, ModulesThatCannotBeHookedAreShardedByCall) {
+TEST(Calls, ModulesThatCannotBeHookedAreShardedByCall) {
   run_ranks(2, [](int) {
     auto [net, reference] = twins<Foreign>();
     fully_shard(by_call(net->lin));
