@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <chrono>
+#include <cstdint>
 #include <string>
 
 #include <fsdp/error.h>
@@ -40,12 +41,23 @@ template <class... Pieces>
   throw ConfigError({__func__, __FILE__, __LINE__}, c10::str(pieces...));
 }
 
+/// The same with CheckpointError.
+template <class... Pieces>
+[[noreturn]] void throw_checkpoint_error(const Pieces&... pieces) {
+  throw CheckpointError({__func__, __FILE__, __LINE__}, c10::str(pieces...));
+}
+
 /// Calls `throw_config_error` unless `good`.
 template <class... Pieces>
 void check_config(bool good, const Pieces&... pieces) {
   if (!good) {
     throw_config_error(pieces...);
   }
+}
+
+/// Throws ConfigError unless the value of an option is `least` or more.
+inline void check_at_least(const char* option, int64_t value, int64_t least) {
+  check_config(value >= least, option, " ", value, ": it must be ", least, " or more");
 }
 
 } // namespace fsdp::cli

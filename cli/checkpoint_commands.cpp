@@ -67,9 +67,14 @@ std::string first_of(const std::vector<std::string>& all) {
   return all.empty() ? "-" : all[0] + (all.size() > 1 ? c10::str(" +", all.size() - 1) : "");
 }
 
-/// Prints rows in columns. The columns in `right` are aligned to the right, the others to the left.
+/// Prints rows in columns, below an empty line. The first row has the titles; alone it is not
+/// printed. The columns in `right` are aligned to the right, the others to the left.
 void print_table(const std::vector<std::vector<std::string>>& rows, const std::set<size_t>& right) {
   constexpr size_t kWidest = 100; // one very long name must not widen all rows
+  if (rows.size() == 1) {
+    return;
+  }
+  std::cout << '\n';
   std::vector<size_t> widths(rows[0].size());
   for (const auto& row : rows) {
     for (size_t i = 0; i < row.size(); ++i) {
@@ -182,46 +187,34 @@ int inspect(const std::string& path, bool json) {
   Screen screen;
   screen.labelled("path", printable(contents.path.string()));
   screen.labelled("format", format_text(contents));
-  if (!contents.tensors.empty()) {
-    std::vector<std::vector<std::string>> rows{
-        {"TENSOR", "DTYPE", "SHAPE", "BYTES", "PIECES", "FILES", "CRC32C"}};
-    for (const auto& tensor : contents.tensors) {
-      rows.push_back(table_row(tensor));
-    }
-    std::cout << '\n';
-    print_table(rows, {3, 4});
+  std::vector<std::vector<std::string>> tensors{
+      {"TENSOR", "DTYPE", "SHAPE", "BYTES", "PIECES", "FILES", "CRC32C"}};
+  for (const auto& tensor : contents.tensors) {
+    tensors.push_back(table_row(tensor));
   }
-  if (!contents.values.empty()) {
-    std::vector<std::vector<std::string>> rows{{"VALUE", ""}};
-    for (const auto& [name, value] : contents.values) {
-      rows.push_back({printable(name), printable(value_json(value).dump())});
-    }
-    std::cout << '\n';
-    print_table(rows, {});
+  print_table(tensors, {3, 4});
+  std::vector<std::vector<std::string>> values{{"VALUE", ""}};
+  for (const auto& [name, value] : contents.values) {
+    values.push_back({printable(name), printable(value_json(value).dump())});
   }
-  if (!contents.objects.empty()) {
-    std::vector<std::vector<std::string>> rows{{"OBJECT", "TYPE", "BYTES"}};
-    for (const auto& object : contents.objects) {
-      rows.push_back(
-          {printable(object.name), object.type.empty() ? "-" : printable(object.type),
-           std::to_string(object.bytes)});
-    }
-    std::cout << '\n';
-    print_table(rows, {2});
+  print_table(values, {});
+  std::vector<std::vector<std::string>> objects{{"OBJECT", "TYPE", "BYTES"}};
+  for (const auto& object : contents.objects) {
+    objects.push_back(
+        {printable(object.name), object.type.empty() ? "-" : printable(object.type),
+         std::to_string(object.bytes)});
   }
+  print_table(objects, {2});
   const auto totals = totals_of(contents);
   std::cout << '\n';
   screen.labelled(
       "total", c10::str(
-                   plural(static_cast<int64_t>(contents.tensors.size()), "tensor"), ", ",
-                   binary_size(totals.bytes), " in ",
-                   plural(static_cast<int64_t>(totals.files.size()), "file"), "; ",
-                   plural(static_cast<int64_t>(contents.values.size()), "value"),
+                   plural(std::ssize(contents.tensors), "tensor"), ", ", binary_size(totals.bytes),
+                   " in ", plural(std::ssize(totals.files), "file"), "; ",
+                   plural(std::ssize(contents.values), "value"),
                    contents.objects.empty()
                        ? ""
-                       : c10::str(
-                             "; ", plural(static_cast<int64_t>(contents.objects.size()), "object"),
-                             " of Python"),
+                       : "; " + plural(std::ssize(contents.objects), "object") + " of Python",
                    totals.unchecked > 0
                        ? c10::str("; ", plural(totals.unchecked, "tensor"), " without checksums")
                        : ""));
@@ -249,9 +242,7 @@ int verify(const std::string& path) {
     screen.labelled("good", read);
     return 0;
   }
-  screen.labelled(
-      "result",
-      c10::str(plural(static_cast<int64_t>(report.problems.size()), "problem"), "; read ", read));
+  screen.labelled("result", plural(std::ssize(report.problems), "problem") + "; read " + read);
   return 1;
 }
 
@@ -317,8 +308,8 @@ void check_no_run_is_lost(const ConvertWords& words, const ConvertOptions& optio
   const bool keeps_all = options.format == ConvertOptions::Format::sharded && !options.only &&
                          !options.dtype && options.names.empty();
   const auto values = inspect_checkpoint(words.output).values;
-  const bool of_run = std::any_of(
-      values.begin(), values.end(), [](const auto& value) { return value.first == kRunMark; });
+  const bool of_run =
+      std::ranges::any_of(values, [](const auto& value) { return value.first == kRunMark; });
   check_config(
       !of_run || (keeps_all && real_path(inspect_checkpoint(words.input).path.string()) ==
                                    real_path(words.output)),
@@ -328,12 +319,10 @@ void check_no_run_is_lost(const ConvertWords& words, const ConvertOptions& optio
 
 /// The first names, and how many others there are.
 std::string names_of(const std::vector<std::string>& all) {
-  constexpr size_t kMaxNamed = 20;
-  std::string text;
-  for (size_t i = 0; i < std::min(all.size(), kMaxNamed); ++i) {
-    text += (i > 0 ? ", " : "") + all[i];
-  }
-  return all.size() > kMaxNamed ? c10::str(text, " and ", all.size() - kMaxNamed, " others") : text;
+  constexpr int64_t kMaxNamed = 20;
+  const auto more = std::max<int64_t>(0, std::ssize(all) - kMaxNamed);
+  const auto text = c10::Join(", ", std::vector(all.begin(), all.end() - more));
+  return more > 0 ? c10::str(text, " and ", more, " others") : text;
 }
 
 int convert(const ConvertWords& words) {
@@ -341,8 +330,7 @@ int convert(const ConvertWords& words) {
   check_no_run_is_lost(words, options);
   const auto report = convert_checkpoint(words.input, words.output, options);
   if (!report.left_out.empty()) {
-    std::cerr << "fsdp: warning: left out "
-              << plural(static_cast<int64_t>(report.left_out.size()), "object")
+    std::cerr << "fsdp: warning: left out " << plural(std::ssize(report.left_out), "object")
               << " that only Python can read: " << printable(names_of(report.left_out))
               << std::endl;
   }
@@ -387,12 +375,8 @@ void add_convert(CLI::App& app, Action& action) {
           "checkpoints")
       ->check(CLI::IsMember({"full", "sharded"}))
       ->capture_default_str();
-  std::vector<std::string> dtypes;
-  for (const auto& [name, dtype] : kDtypes) {
-    dtypes.push_back(name);
-  }
   command->add_option("--dtype", words->dtype, "Convert floating-point tensors to this dtype")
-      ->check(CLI::IsMember(dtypes));
+      ->check(CLI::IsMember(kDtypes));
   command->add_option("--ranks", words->ranks, "Number of files, for --format sharded [1]")
       ->check(CLI::Range(1, 1 << 20));
   command

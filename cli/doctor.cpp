@@ -5,15 +5,11 @@
 #include <torch/torch.h>
 #include <torch/version.h>
 
-#include <algorithm>
 #include <chrono>
-#include <cstdlib>
-#include <sstream>
 #include <string>
 #include <thread>
 
 #include <fsdp/distributed.h>
-#include <fsdp/error.h>
 #include <fsdp/launch.h>
 
 #include "cli/check.h"
@@ -34,11 +30,11 @@ constexpr rlim_t kFewFiles = 1024;
 class Findings {
  public:
   void good(const std::string& what, const std::string& text) {
-    say(what, "ok       " + text);
+    screen_.labelled(what, "ok       " + text);
   }
   /// Something is missing that only some features need.
   void missing(const std::string& what, const std::string& text) {
-    say(what, "missing  " + text);
+    screen_.labelled(what, "missing  " + text);
   }
   /// `good` or `missing`.
   void check(
@@ -47,7 +43,7 @@ class Findings {
   }
   /// Something is broken that everything needs.
   void bad(const std::string& what, const std::string& text) {
-    say(what, "BROKEN   " + text);
+    screen_.labelled(what, "BROKEN   " + text);
     broken_ = true;
   }
   int exit_code() const {
@@ -55,10 +51,6 @@ class Findings {
   }
 
  private:
-  void say(const std::string& what, const std::string& text) {
-    screen_.labelled(what, text);
-  }
-
   Screen screen_;
   bool broken_ = false;
 };

@@ -68,28 +68,22 @@ Corpus read_corpus(const EvalOptions& options, const LanguageModel& language) {
       " tokens, and no tokenizer is known that makes them from text; --tokenizer names a folder "
       "with one, or bytes");
   if (options.document_end != "none") {
-    check_config(
-        !corpus.has_flags(), "--document-end ", options.document_end,
-        ": attention never crosses the examples of ", options.data, "; leave it out");
     const auto folder = language.tokenizer ? language.tokenizer->folder() : "";
-    corpus.separate_documents(
-        document_end_token(options.document_end, folder, language.dims.vocab));
+    corpus.separate_documents(options.document_end, folder, language.dims.vocab);
   }
   return corpus;
 }
 
-/// The bytes of each token. Empty if that is not known.
-std::vector<int64_t> token_sizes(const LanguageModel& language, const Corpus& corpus) {
-  std::vector<int64_t> sizes(static_cast<size_t>(language.dims.vocab), corpus.is_bytes() ? 1 : 0);
-  if (corpus.is_bytes()) {
+/// The bytes of each token. 0 if that is not known.
+torch::Tensor token_sizes(const LanguageModel& language, const Corpus& corpus) {
+  auto sizes = torch::full({language.dims.vocab}, corpus.is_bytes() ? 1 : 0, torch::kLong);
+  auto* const values = sizes.data_ptr<int64_t>();
+  if (corpus.is_bytes() || !language.tokenizer) {
     return sizes;
-  }
-  if (!language.tokenizer) {
-    return {};
   }
   for (int64_t token = 0; token < language.dims.vocab; ++token) {
     if (language.tokenizer->has(token) && !language.tokenizer->is_special(token)) {
-      sizes[static_cast<size_t>(token)] = std::ssize(language.tokenizer->bytes_of(token));
+      values[token] = std::ssize(language.tokenizer->bytes_of(token));
     }
   }
   return sizes;
@@ -122,14 +116,10 @@ Sums evaluate_rank(
     const auto rows =
         corpus.rows_of_all(first + mesh.data_rank * options.batch, options.batch, context);
     mine.loss += loss_sum(model, rows.to(device), /*have_flags=*/true).item<double>();
-    const auto targets = rows.narrow(1, 1, context).contiguous();
-    for (int64_t i = 0; i < targets.numel(); ++i) {
-      const auto token = targets.data_ptr<int64_t>()[i];
-      if ((token & kIsGiven) == 0) {
-        ++mine.tokens;
-        mine.bytes += sizes.empty() ? 0 : sizes[static_cast<size_t>(token & kTokenNumber)];
-      }
-    }
+    const auto targets = rows.narrow(1, 1, context);
+    const auto predicted = targets.masked_select(targets.bitwise_and(kIsGiven).eq(0));
+    mine.tokens += predicted.numel();
+    mine.bytes += sizes.take(predicted.bitwise_and(kTokenNumber)).sum().item<int64_t>();
   }
   const auto sums =
       torch::tensor(
@@ -177,25 +167,20 @@ int evaluate(EvalOptions& options) {
   check_config(
       *options.context >= 1 && *options.context <= longest, "--context ", *options.context,
       ": the model takes between 1 and ", longest, " tokens");
-  check_config(options.batch >= 1, "--batch ", options.batch, ": it must be 1 or more");
-  check_config(
-      options.ranks.value_or(1) >= 1, "--ranks ", options.ranks.value_or(1),
-      ": it must be 1 or more");
+  check_at_least("--batch", options.batch, 1);
+  check_at_least("--ranks", options.ranks.value_or(1), 1);
   check_config(
       options.device == "cpu" || torch::cuda::device_count() > 0,
       "--device cuda: there is no such device here; see fsdp doctor");
   const auto corpus = read_corpus(options, language);
   check_config(corpus.num_rows(*options.context) > 0, "--data: ", options.data, " is too short");
   const auto start = std::chrono::steady_clock::now();
-  const auto seconds = [&] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  };
   if (is_launched()) {
     check_config(!options.ranks, "--ranks: the launcher has started the ranks; leave it out");
     const ScopedProcessGroup joined({.backend = options.device == "cpu" ? "gloo" : ""});
     const auto sums = evaluate_rank(options, language, corpus);
     if (get_rank() == 0) {
-      print(options, sums, seconds());
+      print(options, sums, seconds_since(start));
     }
     return 0;
   }
@@ -209,7 +194,7 @@ int evaluate(EvalOptions& options) {
       sums = all;
     }
   });
-  print(options, sums, seconds());
+  print(options, sums, seconds_since(start));
   return 0;
 }
 

@@ -12,7 +12,6 @@
 #include <filesystem>
 #include <iostream>
 #include <limits>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -144,7 +143,7 @@ void set_special_tokens(nlohmann::ordered_json& json, const std::string& folder)
 }
 
 /// The matrices of LoRA in a checkpoint, by their names in a Hugging Face folder.
-std::map<std::string, torch::Tensor> read_adapters(const SavedRun& saved) {
+StateDict read_adapters(const SavedRun& saved) {
   StateDict state;
   for (const auto& tensor : inspect_checkpoint(saved.path).tensors) {
     if (tensor.name.starts_with("model.")) {
@@ -152,11 +151,7 @@ std::map<std::string, torch::Tensor> read_adapters(const SavedRun& saved) {
     }
   }
   load(state, saved.path);
-  std::map<std::string, torch::Tensor> result;
-  for (const auto& [name, value] : state) {
-    result[name] = std::get<torch::Tensor>(value);
-  }
-  return result;
+  return state;
 }
 
 /// Writes a folder of PEFT.
@@ -184,12 +179,12 @@ ConvertReport write_merged(
   const auto adapters = read_adapters(saved);
   const auto merged = [&](const std::string& name, const torch::Tensor& weight) {
     const auto projection = name.substr(0, name.rfind('.'));
-    const auto a = adapters.find(projection + ".lora_A.weight");
-    if (!name.ends_with(".weight") || a == adapters.end()) {
+    if (!name.ends_with(".weight") || !adapters.contains(projection + ".lora_A.weight")) {
       return weight;
     }
-    const auto& b = adapters.at(projection + ".lora_B.weight");
-    return weight.to(torch::kFloat) + scale * b.matmul(a->second);
+    const auto& a = std::get<torch::Tensor>(adapters.at(projection + ".lora_A.weight"));
+    const auto& b = std::get<torch::Tensor>(adapters.at(projection + ".lora_B.weight"));
+    return weight.to(torch::kFloat) + scale * b.matmul(a);
   };
   ConvertOptions options{.change = merged};
   if (!dtype.empty()) {
@@ -261,9 +256,9 @@ int export_run(const ExportOptions& options) {
           printable(options.out), is_adapter ? ": adapter_config.json, " : ": config.json, ",
           plural(report.num_tensors, "tensor"), dtype.empty() ? "" : " in " + dtype, ", ",
           binary_size(report.bytes), " in ", plural(report.num_files, "file"),
-          copied.empty() ? ""
-                         : ", and " + plural(static_cast<int64_t>(copied.size()), "file") + " of " +
-                               printable(source)));
+          copied.empty()
+              ? ""
+              : ", and " + plural(std::ssize(copied), "file") + " of " + printable(source)));
   return 0;
 }
 

@@ -12,9 +12,7 @@
 #include <iterator>
 #include <memory>
 
-#include <c10/util/StringUtil.h>
-
-#include <fsdp/error.h>
+#include "cli/check.h"
 
 namespace fsdp::cli {
 
@@ -74,9 +72,7 @@ void write_file(const std::filesystem::path& path, const std::string& text) {
 }
 
 void throw_cannot_write(const std::filesystem::path& path) {
-  throw CheckpointError(
-      {__func__, __FILE__, __LINE__},
-      c10::str(path.string(), " cannot be written: ", std::strerror(errno)));
+  throw_checkpoint_error(path.string(), " cannot be written: ", std::strerror(errno));
 }
 
 void make_folders(const std::filesystem::path& folder) {
@@ -85,9 +81,7 @@ void make_folders(const std::filesystem::path& folder) {
   }
   make_folders(folder.parent_path());
   if (mkdir(folder.c_str(), 0777) != 0 && !is_folder(folder)) {
-    throw CheckpointError(
-        {__func__, __FILE__, __LINE__},
-        c10::str("cannot make the folder ", folder.string(), ": ", std::strerror(errno)));
+    throw_checkpoint_error("cannot make the folder ", folder.string(), ": ", std::strerror(errno));
   }
 }
 

@@ -1,5 +1,6 @@
 #include "cli/invocation.h"
 
+#include <c10/util/StringUtil.h>
 #include <errno.h>
 #include <unistd.h>
 
@@ -14,11 +15,9 @@ std::string quoted(const std::string& word) {
   if (!word.empty() && word.find_first_not_of(plain) == std::string::npos) {
     return word;
   }
-  std::string result = "'";
-  for (const char c : word) {
-    result += c == '\'' ? "'\\''" : std::string(1, c);
-  }
-  return result + "'";
+  auto inside = word;
+  c10::ReplaceAll(inside, "'", "'\\''");
+  return "'" + inside + "'";
 }
 
 std::string invocation() {

@@ -20,9 +20,6 @@
 #include "cli/config/config_file.h"
 #include "cli/nearest.h"
 
-#define FSDP_TEXT(x) #x
-#define FSDP_VALUE_TEXT(x) FSDP_TEXT(x)
-
 namespace {
 
 /// Returns the command of a name. Throws ConfigError with the nearest name if there is none: CLI11
@@ -162,9 +159,9 @@ std::string advice_inside(const std::exception& error) {
 int main(int argc, char** argv) {
   CLI::App app("Fully sharded data parallel training on LibTorch, without Python.", "fsdp");
   app.set_version_flag(
-      "--version",
-      "fsdp " FSDP_VALUE_TEXT(FSDP_VERSION_MAJOR) "." FSDP_VALUE_TEXT(
-          FSDP_VERSION_MINOR) "." FSDP_VALUE_TEXT(FSDP_VERSION_PATCH) ", torch " TORCH_VERSION);
+      "--version", c10::str(
+                       "fsdp ", FSDP_VERSION_MAJOR, ".", FSDP_VERSION_MINOR, ".",
+                       FSDP_VERSION_PATCH, ", torch ", TORCH_VERSION));
   app.require_subcommand(1);
   signal(SIGXFSZ, SIG_IGN); // a write beyond the limit on file sizes then fails with an error
   fsdp::cli::Action action;

@@ -51,9 +51,6 @@ class MappedFile {
   std::string_view text() const {
     return {data_, static_cast<size_t>(size_)};
   }
-  bool starts_with(std::string_view text) const {
-    return this->text().starts_with(text);
-  }
   /// The number of type T at a byte, which must be inside of the file.
   template <class T>
   T at(int64_t byte) const {

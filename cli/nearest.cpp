@@ -1,5 +1,7 @@
 #include "cli/nearest.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -45,11 +47,7 @@ std::string did_you_mean(const std::string& word, const std::vector<std::string>
   if (!best.empty()) {
     return "; did you mean '" + best + "'?";
   }
-  std::string all = "; there are: ";
-  for (size_t i = 0; i < known.size(); ++i) {
-    all += (i > 0 ? ", " : "") + known[i];
-  }
-  return all;
+  return "; there are: " + c10::Join(", ", known);
 }
 
 } // namespace fsdp::cli

@@ -4,8 +4,8 @@
 #include <chrono>
 #include <cstdio>
 #include <fstream>
-#include <iostream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -56,7 +56,7 @@ class TokenFile {
         buffer += static_cast<char>(token >> (8 * byte));
       }
     }
-    count_ += static_cast<int64_t>(tokens.size());
+    count_ += std::ssize(tokens);
     file_.write(buffer.data(), static_cast<std::streamsize>(buffer.size()));
     check_written();
   }
@@ -124,19 +124,19 @@ int tokenize(const TokenizeOptions& options) {
       [&](const std::vector<int64_t>& tokens) { file.write(tokens); });
   check_config(counts.tokens > 0, "there is no text in the files");
   file.finish();
-  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+  const auto seconds = seconds_since(start);
   Screen screen;
   screen.labelled(
       "read", c10::str(
-                  plural(static_cast<int64_t>(options.files.size()), "file"), ", ",
+                  plural(std::ssize(options.files), "file"), ", ",
                   plural(counts.documents, "document"), ", ", decimal_count(counts.bytes, "B")));
   screen.labelled(
-      "wrote", c10::str(
-                   printable(options.out), ": ", plural(counts.tokens, "token"), " below ",
-                   tokenizer.vocab(), " in ", fixed(took.count(), 1), " s, ",
-                   decimal_count(
-                       static_cast<int64_t>(static_cast<double>(counts.bytes) / took.count()), "B"),
-                   "/s"));
+      "wrote",
+      c10::str(
+          printable(options.out), ": ", plural(counts.tokens, "token"), " below ",
+          tokenizer.vocab(), " in ", fixed(seconds, 1), " s, ",
+          decimal_count(static_cast<int64_t>(static_cast<double>(counts.bytes) / seconds), "B"),
+          "/s"));
   return 0;
 }
 

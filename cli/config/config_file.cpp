@@ -15,6 +15,7 @@
 #include <string_view>
 
 #include "cli/check.h"
+#include "cli/config/option_list.h"
 #include "cli/files.h"
 
 namespace fsdp::cli {
@@ -26,38 +27,11 @@ using Json = nlohmann::ordered_json;
 // Tables that are the value of an option. Other tables are sections.
 const std::set<std::string> kTables{"mesh"};
 
-/// The options that --model decides.
-const std::set<std::string> kModelOptions{
-    "vocab",
-    "dim",
-    "layers",
-    "heads",
-    "kv-heads",
-    "hidden",
-    "tied",
-    "rotary-base",
-    "norm-eps",
-    "head-dim",
-    "qkv-bias",
-    "o-bias",
-    "mlp-bias",
-    "qk-norm",
-    "window",
-    "window-from",
-    "rotary-scaling",
-    "gemma",
-    "from",
-    "full-every",
-    "window-rotary-base",
-    "sandwich-norms",
-    "attention-size",
-    "attention-cap",
-    "score-cap"};
-
-/// `options` and `more`.
-std::set<std::string> with(std::set<std::string> options, const std::string& more) {
-  options.insert(more);
-  return options;
+/// The options that --model or --from decides, and `more`.
+std::set<std::string> model_options_and(const std::string& more) {
+  std::set<std::string> names{"from", more};
+  for_each_model_option([&](const char* name, auto, bool) { names.insert(name); });
+  return names;
 }
 
 /// For an option of the command line: the options of a config file that contradict it, and are
@@ -72,8 +46,8 @@ const std::map<std::string, std::set<std::string>> kContradictedOptions{
     {"no-save", {"run", "save-every", "csv", "tensorboard"}},
     {"resume", {"model"}},
     {"mesh", {"ranks"}},
-    {"model", with(kModelOptions, "lora")},
-    {"from", with(kModelOptions, "model")}};
+    {"model", model_options_and("lora")},
+    {"from", model_options_and("model")}};
 
 constexpr int64_t kMostBytes = 1 << 20;
 constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF"; // some editors begin a file with it
@@ -280,10 +254,9 @@ std::vector<std::string> config_words(const std::string& path, ConfigOrigins* or
   } catch (const CLI::Error& error) {
     throw_config_error("--config: ", path, " is not TOML: ", error.what());
   }
-  for (const auto& each : words) {
-    check_config(
-        option_in(each) != "--config", "--config: ", path, " must not name another config file");
-    const auto option = option_in(each);
+  for (const auto& word : words) {
+    const auto option = option_in(word);
+    check_config(option != "--config", "--config: ", path, " must not name another config file");
     if (origins && !option.empty()) {
       const auto line = line_of(option.substr(2), text);
       origins->origins[option] = path + (line > 0 ? ", line " + std::to_string(line) : "");
@@ -301,7 +274,7 @@ std::vector<std::string> expand_config(
     if (words[i] == "--config") {
       check_config(i + 1 < words.size(), "--config: it needs the name of a file");
       path = words[++i];
-    } else if (words[i].rfind("--config=", 0) == 0) {
+    } else if (words[i].starts_with("--config=")) {
       path = words[i].substr(9);
     } else {
       const auto name = option_in(words[i]);

@@ -97,10 +97,8 @@ void read_rotary(JsonFields& fields, const std::string& family, int64_t longest,
 /// Which blocks attend to the last `sliding_window` tokens only.
 void read_window(JsonFields& fields, const std::string& family, ModelDims& dims) {
   const bool qwen = family == "qwen2" || family == "qwen3";
-  if (qwen || family == "mistral") {   // others have no such field, and refuse it
-    constexpr int64_t kMissing = 4096; // null means none
-    const auto window =
-        fields.get<int64_t>("sliding_window", fields.has("sliding_window") ? 0 : kMissing);
+  if (qwen || family == "mistral") { // others have no such field, and refuse it
+    const auto window = fields.get_or_zero<int64_t>("sliding_window", 4096); // null means none
     const auto from = qwen ? fields.get<int64_t>("max_window_layers", 28) : 0;
     if (!qwen || fields.get<bool>("use_sliding_window", false)) {
       dims.window = window;
@@ -109,7 +107,7 @@ void read_window(JsonFields& fields, const std::string& family, ModelDims& dims)
   }
   const auto types = fields.get<std::vector<std::string>>("layer_types", {});
   if (family == "gemma2" || family == "gemma3_text") {
-    dims.window = fields.get<int64_t>("sliding_window", fields.has("sliding_window") ? 0 : 4096);
+    dims.window = fields.get_or_zero<int64_t>("sliding_window", 4096);
     fields.expect<int64_t>("sliding_window_size", dims.window); // an old name beside it
     check_config(dims.window > 0, fields.file(), ": \"sliding_window\" must be above 0");
     dims.full_every = family == "gemma2" ? 2 : fields.get<int64_t>("sliding_window_pattern", 6);
@@ -119,8 +117,8 @@ void read_window(JsonFields& fields, const std::string& family, ModelDims& dims)
     }
   }
   check_config(
-      types.empty() || static_cast<int64_t>(types.size()) == dims.layers, fields.file(),
-      ": \"layer_types\" has ", types.size(), " entries for ", dims.layers, " layers");
+      types.empty() || std::ssize(types) == dims.layers, fields.file(), ": \"layer_types\" has ",
+      types.size(), " entries for ", dims.layers, " layers");
   for (size_t i = 0; i < types.size(); ++i) {
     const bool slides = dims.window_of(static_cast<int64_t>(i)) > 0;
     const auto* const expected = slides ? "sliding_attention" : "full_attention";
@@ -132,7 +130,7 @@ void read_window(JsonFields& fields, const std::string& family, ModelDims& dims)
 
 /// A cap of scores; null means none.
 double read_cap(JsonFields& fields, const std::string& key, double if_missing) {
-  const auto cap = fields.get<double>(key, fields.has(key) ? 0 : if_missing);
+  const auto cap = fields.get_or_zero<double>(key, if_missing);
   check_config(cap >= 0, fields.file(), ": \"", key, "\" must be above 0, or null");
   return cap;
 }

@@ -55,8 +55,10 @@ class JsonFields {
     }
     throw_config_error(file_, ": \"", key, "\" is ", found->dump(), ", which has the wrong type");
   }
-  bool has(const std::string& key) const {
-    return json_.contains(key);
+  /// The value of a field; 0 if it is null, and `if_missing` if it is missing.
+  template <class T>
+  T get_or_zero(const std::string& key, T if_missing) {
+    return get<T>(key, json_.contains(key) ? 0 : if_missing);
   }
   template <class T>
   T require(const std::string& key) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <ranges>
 #include <set>
 #include <vector>
 
@@ -43,10 +44,6 @@ DeviceMesh make_mesh(const MeshShape& shape, c10::DeviceType device) {
   return init_device_mesh(device, sizes, names);
 }
 
-DeviceMesh data_axes(const DeviceMesh& whole, const MeshShape& shape) {
-  return shape.replicate > 1 ? whole[{"replicate", "shard"}] : whole["shard"];
-}
-
 } // namespace
 
 std::string MeshShape::str() const {
@@ -57,10 +54,8 @@ std::string MeshShape::str() const {
 MeshShape parse_mesh(const std::string& text, std::optional<int64_t> ranks) {
   MeshShape shape;
   std::set<std::string> given;
-  for (size_t start = 0; start < text.size() || (start == text.size() && start > 0);) {
-    const auto end = std::min(text.find(',', start), text.size());
-    const auto part = text.substr(start, end - start);
-    start = end + 1;
+  for (const auto piece : std::views::split(text, ',')) {
+    const std::string part(piece.begin(), piece.end());
     const auto equals = part.find('=');
     check_config(
         equals != std::string::npos, "--mesh ", text, ": '", part,
@@ -105,7 +100,7 @@ MeshShape fit_mesh(const std::string& text, int64_t ranks) {
 TrainMesh::TrainMesh(const MeshShape& shape, c10::DeviceType device)
     : shape(shape), data(make_mesh(shape, device)) {
   const auto whole = data;
-  data = data_axes(whole, shape);
+  data = shape.replicate > 1 ? whole[{"replicate", "shard"}] : whole["shard"];
   if (shape.tensor > 1) {
     tensor = whole["tp"];
   }

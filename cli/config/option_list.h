@@ -2,11 +2,9 @@
 
 namespace fsdp::cli {
 
-/// Calls `visit(name, member, fixed)` for each option that decides the result of a run.
-/// `member(config)` is the option's value in a TrainConfig. A `fixed` option cannot change when a
-/// run is resumed. Checkpoints hold all of these options; config.json leaves out automatic values.
+/// Calls `visit(name, member, fixed)` for each option that --model decides; see `for_each_option`.
 template <class Visit>
-void for_each_option(Visit visit) {
+void for_each_model_option(const Visit& visit) {
   visit("vocab", [](auto& config) -> auto& { return config.model.vocab; }, /*fixed=*/true);
   visit("dim", [](auto& config) -> auto& { return config.model.dim; }, true);
   visit("layers", [](auto& config) -> auto& { return config.model.layers; }, true);
@@ -33,6 +31,14 @@ void for_each_option(Visit visit) {
   visit("attention-size", [](auto& config) -> auto& { return config.model.attention_size; }, true);
   visit("attention-cap", [](auto& config) -> auto& { return config.model.attention_cap; }, true);
   visit("score-cap", [](auto& config) -> auto& { return config.model.score_cap; }, true);
+}
+
+/// Calls `visit(name, member, fixed)` for each option that decides the result of a run.
+/// `member(config)` is the option's value in a TrainConfig. A `fixed` option cannot change when a
+/// run is resumed. Checkpoints hold all of these options; config.json leaves out automatic values.
+template <class Visit>
+void for_each_option(Visit visit) {
+  for_each_model_option(visit);
   visit("lora", [](auto& config) -> auto& { return config.model.lora; }, true);
   visit("from", [](auto& config) -> auto& { return config.from; }, true);
   visit("context", [](auto& config) -> auto& { return config.context; }, true);

@@ -16,12 +16,8 @@ namespace {
 // Larger than any useful size, and small enough that the product of two sizes does not overflow.
 constexpr int64_t kMost = 1 << 24;
 
-void at_least(const char* option, int64_t value, int64_t least) {
-  check_config(value >= least, option, " ", value, ": it must be ", least, " or more");
-}
-
 void within(const char* option, int64_t value, int64_t least) {
-  at_least(option, value, least);
+  check_at_least(option, value, least);
   check_config(value <= kMost, option, " ", value, ": it must be ", kMost, " or less");
 }
 
@@ -32,10 +28,10 @@ void check_model(const ModelDims& dims) {
   within("--heads", dims.heads, 1);
   within("--kv-heads", dims.kv_heads, 1);
   within("--hidden", dims.hidden, 1);
-  at_least("--window", dims.window, 0);
-  at_least("--window-from", dims.window_from, 0);
-  at_least("--full-every", dims.full_every, 0);
-  at_least("--attention-size", dims.attention_size, 0);
+  check_at_least("--window", dims.window, 0);
+  check_at_least("--window-from", dims.window_from, 0);
+  check_at_least("--full-every", dims.full_every, 0);
+  check_at_least("--attention-size", dims.attention_size, 0);
   check_config(
       dims.window > 0 || (dims.full_every == 0 && dims.window_rotary_base == 0),
       "--full-every and --window-rotary-base are for blocks with --window; give one, or leave them "
@@ -240,9 +236,9 @@ ReshardAfterForward parse_reshard(const std::string& text, int64_t shard_ranks, 
 }
 
 void check(const TrainConfig& config, const MeshShape& mesh, bool allow_uneven) {
-  at_least("--steps", config.steps, 1);
+  check_at_least("--steps", config.steps, 1);
   within("--ranks", mesh.ranks(), 1);
-  at_least("--seed", config.seed, 0);
+  check_at_least("--seed", config.seed, 0);
   within("--batch", config.batch, 1);
   within("--context", config.context, 1);
   within("--accumulate", config.accumulate, 1);
@@ -257,8 +253,7 @@ void check(const TrainConfig& config, const MeshShape& mesh, bool allow_uneven) 
   check_config(
       !config.sends_bf16() || mesh.shard > 1,
       "--send-dtype bf16 is for gradients of shards, and parameters are not sharded; use more "
-      "ranks, "
-      "or leave it out");
+      "ranks, or leave it out");
   check_config(
       !config.has_lora() || !config.from.empty(), "--lora ", config.model.lora,
       ": it changes a trained model; give its Hugging Face folder with --from");

@@ -20,7 +20,7 @@ Decoder::Decoder(Transformer model, int64_t most) : model_(std::move(model)), mo
 
 torch::Tensor Decoder::scores_behind(const std::vector<int64_t>& tokens) {
   const torch::NoGradGuard no_grad;
-  const auto time = static_cast<int64_t>(tokens.size());
+  const auto time = std::ssize(tokens);
   TORCH_CHECK(time == 1 || length_ == 0, "several tokens must be the first ones");
   TORCH_CHECK(length_ + time <= most_, "there is room for ", most_, " tokens only");
   const auto& weight = model_->embed_tokens->weight;

@@ -40,14 +40,14 @@ struct GenerateOptions {
 };
 
 void check(const GenerateOptions& options) {
-  check_config(options.tokens >= 1, "--tokens ", options.tokens, ": it must be 1 or more");
+  check_at_least("--tokens", options.tokens, 1);
   const auto temperature = options.choice.temperature;
   check_config(
       temperature >= 0 && std::isfinite(temperature), "--temperature ", temperature,
       ": it must be 0 (the likeliest token each time) or more, and finite");
   const auto top_p = options.choice.top_p;
   check_config(top_p > 0 && top_p <= 1, "--top-p ", top_p, ": it must be above 0, and at most 1");
-  check_config(options.seed >= 0, "--seed ", options.seed, ": it must be 0 or more");
+  check_at_least("--seed", options.seed, 0);
   for (const auto& stop : options.stops) {
     check_config(!stop.empty(), "--stop: an empty text would stop at once");
   }
@@ -130,13 +130,12 @@ int generate(const GenerateOptions& options) {
     if (!text || stream.add(text->finish())) {
       stream.finish();
     }
-    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+    const auto seconds = seconds_since(start);
     std::cout << std::endl;
     if (options.stats) {
       std::cerr << "fsdp: " << plural(std::ssize(tokens), "token") << " of the prompt and "
-                << plural(drawn, "new one") << " in " << fixed(took.count(), 2) << " s, "
-                << fixed(static_cast<double>(drawn) / took.count(), 1) << " per second"
-                << std::endl;
+                << plural(drawn, "new one") << " in " << fixed(seconds, 2) << " s, "
+                << fixed(static_cast<double>(drawn) / seconds, 1) << " per second" << std::endl;
     }
   });
   return 0;

@@ -204,16 +204,9 @@ void replace(std::string& text, std::string_view mark, std::string_view value) {
 
 /// JSON for a script element. '<' is escaped, so that no text can end the element.
 std::string script_text(const Json& json) {
-  const auto text = json.dump(-1, ' ', false, Json::error_handler_t::replace);
-  std::string result;
-  for (const char c : text) {
-    if (c == '<') {
-      result += "\\u003c";
-    } else {
-      result += c;
-    }
-  }
-  return result;
+  auto text = json.dump(-1, ' ', false, Json::error_handler_t::replace);
+  c10::ReplaceAll(text, "<", "\\u003c");
+  return text;
 }
 
 } // namespace

@@ -5,6 +5,7 @@
 #include <sys/signalfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -176,12 +177,7 @@ class Launcher {
   }
 
   bool any_running() const {
-    for (const auto& child : children_) {
-      if (child->running()) {
-        return true;
-      }
-    }
-    return false;
+    return std::ranges::any_of(children_, [](const auto& child) { return child->running(); });
   }
 
   /// Waits a moment for output, ended ranks and signals, and handles them.

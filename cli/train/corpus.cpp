@@ -10,6 +10,7 @@
 #include <iomanip>
 #include <numeric>
 #include <optional>
+#include <ranges>
 #include <sstream>
 #include <utility>
 
@@ -19,6 +20,7 @@
 #include "cli/files.h"
 #include "cli/hash.h"
 #include "cli/json_text.h"
+#include "cli/text/documents.h"
 
 namespace fsdp::cli {
 
@@ -102,9 +104,7 @@ std::pair<size_t, int64_t> part_of(int64_t index, const std::vector<int64_t>& co
 bool Corpus::is_text(const std::string& path) {
   const auto weights = weights_in(path);
   return weights.empty() ? is_text_path(path)
-                         : std::any_of(weights.begin(), weights.end(), [](const auto& each) {
-                             return is_text_path(each.first);
-                           });
+                         : std::ranges::any_of(std::views::keys(weights), is_text_path);
 }
 
 Corpus Corpus::read(const std::string& path, const TokensOf& tokens) {
@@ -180,9 +180,15 @@ void Corpus::separate_documents(int64_t end) {
   }
 }
 
+void Corpus::separate_documents(const std::string& end, const std::string& folder, int64_t vocab) {
+  check_config(
+      !has_flags(), "--document-end ", end, ": attention never crosses the examples of ", name_,
+      "; leave it out");
+  separate_documents(document_end_token(end, folder, vocab));
+}
+
 bool Corpus::has_flags() const {
-  return std::any_of(
-      sets_.begin(), sets_.end(), [](const Weighted& set) { return set.data.has_flags(); });
+  return std::ranges::any_of(sets_, [](const Weighted& set) { return set.data.has_flags(); });
 }
 
 std::vector<int64_t> Corpus::divided(int64_t total) const {

@@ -63,6 +63,8 @@ class Corpus {
 
   /// See DataSet.
   void separate_documents(int64_t end);
+  /// The same for --document-end, see `document_end_token`. Throws ConfigError for examples.
+  void separate_documents(const std::string& end, const std::string& folder, int64_t vocab);
   bool has_flags() const;
 
   // Rows are int64 of shape (count, context + 1).

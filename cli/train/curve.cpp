@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <iterator>
+#include <numeric>
 
 #include "cli/train/progress.h"
 
@@ -29,10 +30,7 @@ std::vector<double> resampled(const std::vector<double>& values, size_t count) {
   for (size_t i = 0; i < count; ++i) {
     const auto begin = i * values.size() / count;
     const auto end = std::max(begin + 1, (i + 1) * values.size() / count);
-    double sum = 0;
-    for (auto j = begin; j < end; ++j) {
-      sum += values[j];
-    }
+    const auto sum = std::accumulate(values.begin() + begin, values.begin() + end, 0.0);
     means[i] = sum / static_cast<double>(end - begin);
   }
   return means;

@@ -81,7 +81,7 @@ void DataSet::sample(
   std::vector<int64_t> tokens;
   for (int64_t i = 0; i < num_stretches; i += step) {
     tokens.resize(static_cast<size_t>(std::min(kStretch, size_of(part) - i * kStretch)));
-    read_part(part, i * kStretch, static_cast<int64_t>(tokens.size()), tokens.data());
+    read_part(part, i * kStretch, std::ssize(tokens), tokens.data());
     visit(tokens);
   }
 }

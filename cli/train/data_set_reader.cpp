@@ -92,7 +92,7 @@ DataSet tokenize_files(
               static_cast<int32_t>(checked_token(token, name, "at index", index, tokens)));
         }
       });
-  return {std::make_shared<TokenList>(std::move(all)), name, static_cast<int64_t>(files.size())};
+  return {std::make_shared<TokenList>(std::move(all)), name, std::ssize(files)};
 }
 
 /// All text below a folder: the files that are not empty and have no zero byte.
@@ -110,15 +110,14 @@ DataSet read_folder(const std::string& folder, const std::string& name, const To
       !files.empty(), "--data: there is no text in ", folder, "; for files of tokens: --data '",
       folder, "/*.bin'");
   return tokens.tokenizer ? tokenize_files(files, name, tokens)
-                          : DataSet(std::move(text), name, static_cast<int64_t>(files.size()));
+                          : DataSet(std::move(text), name, std::ssize(files));
 }
 
 DataSet read_packed(const std::string& path, const TokensOf& tokens) {
   check_config(
       tokens.tokenizer.has_value(), "--data: ", path,
       " holds examples, for which a tokenizer is needed; give a model with --from whose folder has "
-      "a "
-      "tokenizer.json");
+      "a tokenizer.json");
   const auto examples = read_examples(*tokens.tokenizer, path, tokens.documents.end);
   for (const auto& example : examples) {
     for (const auto token : example.tokens) {
@@ -158,8 +157,9 @@ std::vector<std::string> matching_files(const std::string& pattern) {
   return files;
 }
 
+/// There may also be a file with such a name.
 bool is_pattern(const std::string& path) {
-  return path.find_first_of("*?[") != std::string::npos;
+  return path.find_first_of("*?[") != std::string::npos && access(path.c_str(), F_OK) != 0;
 }
 
 constexpr int64_t kCheckedTokens = 1 << 26; // before the first step
@@ -167,20 +167,18 @@ constexpr int64_t kCheckedTokens = 1 << 26; // before the first step
 } // namespace
 
 bool is_text_path(const std::string& path) {
-  return !is_token_file(path) && (!is_pattern(path) || access(path.c_str(), F_OK) == 0);
+  return !is_token_file(path) && !is_pattern(path);
 }
 
 DataSet read_data_set(const std::string& path, const TokensOf& tokens) {
   const auto open_tokens = [&](const std::vector<std::string>& files) {
-    DataSet data(
-        open_token_files(files, tokens.raw, tokens.vocab), path,
-        static_cast<int64_t>(files.size()));
+    DataSet data(open_token_files(files, tokens.raw, tokens.vocab), path, std::ssize(files));
     for (const auto part : {DataSet::Part::train, DataSet::Part::held_out}) {
       data.sample(part, kCheckedTokens, [](const auto&) {}); // reading checks them
     }
     return data;
   };
-  if (is_pattern(path) && access(path.c_str(), F_OK) != 0) {
+  if (is_pattern(path)) {
     return open_tokens(matching_files(path));
   }
   check_config(access(path.c_str(), F_OK) == 0, "--data: there is no file or folder ", path);

@@ -42,14 +42,12 @@ double flops_per_token(const ModelDims& dims, int64_t context) {
   const auto weights = dims.dim * (2 * queries + 2 * keys + 3 * dims.hidden);
   // Forward, and backward to the inputs and to the weights. LoRA leaves the weights as they are,
   // and its own matrices are too small to count.
-  const bool trains_all = dims.lora == "none";
-  auto flops =
-      (trains_all ? 6.0 : 4.0) * static_cast<double>(dims.dim * dims.vocab); // of the output layer
+  const double of_weight = dims.lora == "none" ? 6 : 4;
+  auto flops = of_weight * static_cast<double>(dims.dim * dims.vocab); // of the output layer
   for (int64_t layer = 0; layer < dims.layers; ++layer) {
     const auto window = dims.window_of(layer);
     const auto seen = window > 0 ? std::min(window, context) : context;
-    flops += (trains_all ? 6.0 : 4.0) * static_cast<double>(weights) +
-             12.0 * static_cast<double>(queries * seen);
+    flops += of_weight * static_cast<double>(weights) + 12.0 * static_cast<double>(queries * seen);
   }
   return flops;
 }

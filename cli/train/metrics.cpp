@@ -19,6 +19,14 @@ Json number(double value) {
   return std::isfinite(value) ? Json(value) : Json();
 }
 
+/// Seconds since the file was written. 0 if there is none.
+double age_of(const std::filesystem::path& path) {
+  struct stat status{};
+  return stat(path.c_str(), &status) == 0
+             ? std::max(0.0, std::difftime(std::time(nullptr), status.st_mtime))
+             : 0.0;
+}
+
 } // namespace
 
 /// The lines of steps up to `steps`, without a line that a crash has cut off.
@@ -44,14 +52,6 @@ std::string MetricsFile::lines_to_keep(int64_t steps) {
     }
   }
   return kept;
-}
-
-/// Seconds since the file was written. 0 if there is none.
-double age_of(const std::filesystem::path& path) {
-  struct stat status{};
-  return stat(path.c_str(), &status) == 0
-             ? std::max(0.0, std::difftime(std::time(nullptr), status.st_mtime))
-             : 0.0;
 }
 
 Json to_json(const StepRecord& record) {

@@ -41,12 +41,12 @@ torch::Tensor capped_attention(
   return torch::softmax(scores, -1, torch::kFloat).to(q.scalar_type()).matmul(values);
 }
 
-/// A weight that is the same on all ranks, each of which computes a part of its gradient.
+/// A tensor that is the same on all ranks, each of which computes a part of its gradient.
 torch::Tensor with_partial_grad(
-    const torch::Tensor& weight, const std::optional<DeviceMesh>& parts) {
+    const torch::Tensor& tensor, const std::optional<DeviceMesh>& parts) {
   return parts
-             ? redistribute(weight, *parts, Replicate{}, Replicate{}, {.grad_placement = Partial{}})
-             : weight;
+             ? redistribute(tensor, *parts, Replicate{}, Replicate{}, {.grad_placement = Partial{}})
+             : tensor;
 }
 
 } // namespace
@@ -107,11 +107,7 @@ AttentionImpl::AttentionImpl(const ModelDims& dims)
       scale(
           1 / std::sqrt(static_cast<double>(
                   dims.attention_size > 0 ? dims.attention_size : dims.head_dim()))),
-      cap(dims.attention_cap),
-      q_proj(nullptr),
-      k_proj(nullptr),
-      v_proj(nullptr),
-      o_proj(nullptr) {
+      cap(dims.attention_cap) {
   const auto projection = [&](const char* name, int64_t in, int64_t out, bool bias) {
     return register_module(name, Projection(name, in, out, bias, dims));
   };
@@ -153,8 +149,7 @@ torch::Tensor AttentionImpl::forward(
   return mix(project(x, rotary), mask, /*causal=*/!mask.defined());
 }
 
-FeedForwardImpl::FeedForwardImpl(const ModelDims& dims)
-    : gemma(dims.gemma), gate_proj(nullptr), up_proj(nullptr), down_proj(nullptr) {
+FeedForwardImpl::FeedForwardImpl(const ModelDims& dims) : gemma(dims.gemma) {
   const auto projection = [&](const char* name, int64_t in, int64_t out) {
     return register_module(name, Projection(name, in, out, dims.mlp_bias, dims));
   };
@@ -168,17 +163,15 @@ torch::Tensor FeedForwardImpl::forward(const torch::Tensor& x) {
   return down_proj((gemma ? torch::gelu(gate, "tanh") : torch::silu(gate)) * up_proj(x));
 }
 
-BlockImpl::BlockImpl(const ModelDims& dims)
-    : input_layernorm(
-          register_module("input_layernorm", RMSNorm(dims.dim, dims.norm_eps, dims.gemma))),
-      post_attention_layernorm(register_module(
-          "post_attention_layernorm", RMSNorm(dims.dim, dims.norm_eps, dims.gemma))),
-      self_attn(register_module("self_attn", Attention(dims))),
-      mlp(register_module("mlp", FeedForward(dims))) {
+BlockImpl::BlockImpl(const ModelDims& dims) {
+  const auto norm = [&](const char* name) {
+    return register_module(name, RMSNorm(dims.dim, dims.norm_eps, dims.gemma));
+  };
+  input_layernorm = norm("input_layernorm");
+  post_attention_layernorm = norm("post_attention_layernorm");
+  self_attn = register_module("self_attn", Attention(dims));
+  mlp = register_module("mlp", FeedForward(dims));
   if (dims.sandwich_norms) {
-    const auto norm = [&](const char* name) {
-      return register_module(name, RMSNorm(dims.dim, dims.norm_eps, dims.gemma));
-    };
     pre_feedforward_layernorm = norm("pre_feedforward_layernorm");
     post_feedforward_layernorm = norm("post_feedforward_layernorm");
   }
@@ -192,8 +185,7 @@ torch::Tensor BlockImpl::forward(
 
 TransformerImpl::TransformerImpl(const ModelDims& dims)
     : dims(dims),
-      embed_tokens(register_module("embed_tokens", nn::Embedding(dims.vocab, dims.dim))),
-      norm(nullptr) {
+      embed_tokens(register_module("embed_tokens", nn::Embedding(dims.vocab, dims.dim))) {
   auto list = register_module("layers", torch::nn::ModuleList());
   for (int64_t i = 0; i < dims.layers; ++i) {
     layers.emplace_back(dims);
@@ -277,11 +269,7 @@ torch::Tensor TransformerImpl::uncapped_scores_of(const torch::Tensor& x) {
   }
   // This is a plain operator, not a module that `parallelize` divides. Each rank has some rows of
   // the weight and computes one term of x's gradient. `redistribute` sums the terms in backward.
-  return torch::linear(
-      tensor_mesh
-          ? redistribute(x, *tensor_mesh, Replicate{}, Replicate{}, {.grad_placement = Partial{}})
-          : x,
-      embed_tokens->weight);
+  return torch::linear(with_partial_grad(x, tensor_mesh), embed_tokens->weight);
 }
 
 void parallelize(Transformer& model, const DeviceMesh& mesh) {

@@ -118,7 +118,7 @@ struct AttentionImpl : torch::nn::Module {
   int64_t head_dim;
   double scale; // of the scores
   double cap;   // see ModelDims::attention_cap
-  Projection q_proj, k_proj, v_proj, o_proj;
+  Projection q_proj{nullptr}, k_proj{nullptr}, v_proj{nullptr}, o_proj{nullptr};
   RMSNorm q_norm{nullptr}, k_norm{nullptr}; // null without qk_norm
 };
 FSDP_MODULE(Attention);
@@ -129,7 +129,7 @@ struct FeedForwardImpl : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& x);
 
   bool gemma;
-  Projection gate_proj, up_proj, down_proj;
+  Projection gate_proj{nullptr}, up_proj{nullptr}, down_proj{nullptr};
 };
 FSDP_MODULE(FeedForward);
 
@@ -148,11 +148,11 @@ struct BlockImpl : torch::nn::Module {
     return attended + post_feedforward_layernorm(mlp(pre_feedforward_layernorm(attended)));
   }
 
-  RMSNorm input_layernorm, post_attention_layernorm;
+  RMSNorm input_layernorm{nullptr}, post_attention_layernorm{nullptr};
   /// Null without sandwich_norms.
   RMSNorm pre_feedforward_layernorm{nullptr}, post_feedforward_layernorm{nullptr};
-  Attention self_attn;
-  FeedForward mlp;
+  Attention self_attn{nullptr};
+  FeedForward mlp{nullptr};
 };
 FSDP_MODULE(Block);
 
@@ -190,7 +190,7 @@ struct TransformerImpl : torch::nn::Module {
   std::optional<DeviceMesh> tensor_mesh; // a mesh of one axis, if tensor parallel
   nn::Embedding embed_tokens;
   std::vector<Block> layers;
-  RMSNorm norm;
+  RMSNorm norm{nullptr};
   nn::Linear lm_head{nullptr}; // null if tied
 };
 FSDP_MODULE(Transformer);

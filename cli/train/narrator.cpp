@@ -9,6 +9,7 @@
 #include "cli/invocation.h"
 #include "cli/report/report.h"
 #include "cli/train/curve.h"
+#include "cli/train/plan_activations.h"
 
 namespace fsdp::cli {
 
@@ -31,11 +32,8 @@ std::string traffic_text(const Plan& plan) {
 
 /// Bytes of the shards of all ranks of a replica together.
 int64_t whole_bytes(const Plan& plan, const TrainConfig& config) {
-  const auto bytes_of = [](int64_t numel, const std::string& dtype) {
-    return numel * static_cast<int64_t>(c10::elementSize(dtype_of(dtype)));
-  };
-  return bytes_of(plan.num_trained, config.shard_dtype) +
-         bytes_of(plan.num_params - plan.num_trained, config.frozen_dtype());
+  return plan.num_trained * element_bytes(config.shard_dtype) +
+         (plan.num_params - plan.num_trained) * element_bytes(config.frozen_dtype());
 }
 
 Json traffic_json(const Plan& plan) {
@@ -54,7 +52,6 @@ Json plan_json(
     int64_t shard_bytes,
     const std::string& backend) {
   return {
-      {"event", "plan"},
       {"config", config_json(options)},
       {"backend", backend},
       {"ranks", options.identity.config.mesh.value_or(MeshShape{}).ranks()},
@@ -77,14 +74,16 @@ Json plan_json(
 
 Narrator::Narrator(const TrainOptions& options, bool prints) : options_(options), prints_(prints) {}
 
-void Narrator::print(const Json& json) {
+void Narrator::print(const char* event, const Json& fields) {
+  Json json{{"event", event}};
+  json.update(fields);
   std::cout << json.dump(-1, ' ', false, Json::error_handler_t::replace) << std::endl;
 }
 
 void Narrator::plan(
     const Plan& plan, const Fit& fit, int64_t shard_bytes, const std::string& backend) {
   if (to_programs()) {
-    print(plan_json(options_, plan, fit, shard_bytes, backend));
+    print("plan", plan_json(options_, plan, fit, shard_bytes, backend));
   }
   if (to_people()) {
     show_plan(plan, fit, shard_bytes, backend);
@@ -115,12 +114,11 @@ void Narrator::show_plan(
         c10::str(decimal_count(plan.num_trained, ""), " parameters are trained (", dims.lora, ")"));
   }
   screen_.labelled(
-      "ranks",
-      c10::str(
-          mesh.ranks(), " over ", backend, "; ",
-          plural(static_cast<int64_t>(plan.groups.size()), "group"), ", ", binary_size(shard_bytes),
-          " of ", binary_size(whole_bytes(plan, config)), " of parameters on each rank",
-          mesh.replicate > 1 || mesh.tensor > 1 ? "; mesh " + mesh.str() : ""));
+      "ranks", c10::str(
+                   mesh.ranks(), " over ", backend, "; ", plural(std::ssize(plan.groups), "group"),
+                   ", ", binary_size(shard_bytes), " of ", binary_size(whole_bytes(plan, config)),
+                   " of parameters on each rank",
+                   mesh.replicate > 1 || mesh.tensor > 1 ? "; mesh " + mesh.str() : ""));
   screen_.labelled(
       "memory",
       c10::str(
@@ -175,11 +173,10 @@ void Narrator::resumed(const SavedRun& saved, const Lost& lost) {
   }
   if (to_programs()) {
     print(
-        {{"event", "resumed"},
-         {"checkpoint", saved.path.string()},
-         {"step", saved.step},
-         {"lost_steps", lost.steps},
-         {"lost_seconds", lost.seconds}});
+        "resumed", {{"checkpoint", saved.path.string()},
+                    {"step", saved.step},
+                    {"lost_steps", lost.steps},
+                    {"lost_seconds", lost.seconds}});
   }
 }
 
@@ -193,10 +190,7 @@ void Narrator::step(const StepRecord& record) {
     progress_->update(record);
   }
   if (to_programs()) {
-    Json json;
-    json["event"] = "step";
-    json.update(to_json(record));
-    print(json);
+    print("step", to_json(record));
   }
 }
 
@@ -206,10 +200,7 @@ void Narrator::validation(const Validation& validation) {
         "validated", c10::str("loss ", fixed(validation.loss, 4), " after step ", validation.step));
   }
   if (to_programs()) {
-    Json json;
-    json["event"] = "validation";
-    json.update(to_json(validation));
-    print(json);
+    print("validation", to_json(validation));
   }
 }
 
@@ -218,7 +209,7 @@ void Narrator::stopped(const std::string& signal, int64_t step) {
     screen_.labelled("stopped", c10::str("by ", signal, " after step ", step));
   }
   if (to_programs()) {
-    print({{"event", "stopped"}, {"signal", signal}, {"step", step}});
+    print("stopped", {{"signal", signal}, {"step", step}});
   }
 }
 
@@ -238,13 +229,12 @@ void Narrator::curve(const std::vector<double>& losses) {
 void Narrator::result(const RunResult& result) {
   if (to_programs()) {
     print(
-        {{"event", "result"},
-         {"steps", result.validation.step},
-         {"first_loss", result.first_loss},
-         {"loss", result.last_loss},
-         {"validation_loss", result.validation.loss},
-         {"byte_frequency_loss", result.validation.byte_frequency_loss},
-         {"seconds", result.seconds}});
+        "result", {{"steps", result.validation.step},
+                   {"first_loss", result.first_loss},
+                   {"loss", result.last_loss},
+                   {"validation_loss", result.validation.loss},
+                   {"byte_frequency_loss", result.validation.byte_frequency_loss},
+                   {"seconds", result.seconds}});
   } else if (prints_) { // --quiet too
     screen_.labelled(
         "result", c10::str(
@@ -262,7 +252,7 @@ void Narrator::sample(const std::string& prompt, const std::string& text) {
     screen_.line(printable(text));
   }
   if (to_programs()) {
-    print({{"event", "sample"}, {"prompt", prompt}, {"text", text}});
+    print("sample", {{"prompt", prompt}, {"text", text}});
   }
 }
 
@@ -287,7 +277,7 @@ void Narrator::saved(const std::string& run, const std::string& checkpoint, int6
     }
   }
   if (to_programs()) {
-    print({{"event", "saved"}, {"run", run}, {"checkpoint", checkpoint}, {"resume", command}});
+    print("saved", {{"run", run}, {"checkpoint", checkpoint}, {"resume", command}});
   }
 }
 

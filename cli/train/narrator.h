@@ -2,7 +2,6 @@
 
 #include <nlohmann/json.hpp>
 
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -67,7 +66,7 @@ class Narrator {
     return Corpus::is_text(options_.identity.data) &&
            (config.from.empty() || config.model.vocab == 256);
   }
-  static void print(const nlohmann::ordered_json& json);
+  static void print(const char* event, const nlohmann::ordered_json& fields);
   /// The lines of `plan` for people.
   void show_plan(const Plan& plan, const Fit& fit, int64_t shard_bytes, const std::string& backend);
 

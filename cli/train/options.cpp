@@ -333,11 +333,8 @@ MeshShape resolve_mesh(
       !launched || options.ranks.value_or(*launched) == *launched, "--ranks ",
       options.ranks.value_or(0), ": the launcher started ", launched.value_or(0),
       "; leave --ranks out, or start fsdp train without a launcher");
-  std::optional<int64_t> ranks;
-  if (launched || options.ranks) {
-    ranks = launched ? *launched : *options.ranks;
-    check_config(*ranks >= 1, "--ranks ", *ranks, ": it must be 1 or more");
-  }
+  std::optional<int64_t> ranks = launched ? launched : options.ranks;
+  check_at_least("--ranks", ranks.value_or(1), 1);
   const auto num_gpus = static_cast<int>(torch::cuda::device_count());
   check_config(
       options.device != "cuda" || num_gpus > 0,
@@ -345,7 +342,7 @@ MeshShape resolve_mesh(
   config.device = options.device == "auto" ? (num_gpus > 0 ? "cuda" : "cpu") : options.device;
   auto mesh = options.mesh;
   if (mesh.empty() && !ranks) {
-    mesh = saved && !saved->mesh.empty() ? saved->mesh : "";
+    mesh = saved ? saved->mesh : "";
     ranks = saved                                     ? saved->ranks
             : config.device == "cuda" && num_gpus > 1 ? num_gpus
                                                       : kDefaultRanks;
@@ -377,11 +374,8 @@ void check_contradictions(const TrainOptions& options) {
   check_config(
       options.peak_tflops >= 0 && std::isfinite(options.peak_tflops), "--peak-tflops ",
       options.peak_tflops, ": it must be 0 or more");
-  const auto save_every = options.save_every.value_or(0);
-  check_config(save_every >= 0, "--save-every ", save_every, ": it must be 0 or more");
-  check_config(
-      options.validate_every >= 0, "--validate-every ", options.validate_every,
-      ": it must be 0 or more");
+  check_at_least("--save-every", options.save_every.value_or(0), 0);
+  check_at_least("--validate-every", options.validate_every, 0);
   // Inside the program, -1 stands for the default of these two.
   const auto& schedule = options.identity.config.schedule;
   check_config(
@@ -390,10 +384,8 @@ void check_contradictions(const TrainOptions& options) {
   check_config(
       !options.given.contains("min-lr") || schedule.min_lr >= 0, "--min-lr ", schedule.min_lr,
       ": it must be 0 or more");
-  check_config(options.keep.keep >= 1, "--keep ", options.keep.keep, ": it must be 1 or more");
-  check_config(
-      options.keep.keep_every >= 0, "--keep-every ", options.keep.keep_every,
-      ": it must be 0 or more");
+  check_at_least("--keep", options.keep.keep, 1);
+  check_at_least("--keep-every", options.keep.keep_every, 0);
   const auto apart = [](bool one_is_on, const char* one, bool other_is_on, const char* other,
                         const char* advice) {
     check_config(

@@ -19,10 +19,6 @@ int64_t rounded_up(int64_t value, int64_t unit) {
   return (value + unit - 1) / unit * unit;
 }
 
-int64_t shard_element_bytes(const TrainConfig& config) {
-  return element_bytes(config.shard_dtype);
-}
-
 int64_t reduce_bytes_of(const TrainConfig& config) {
   return element_bytes(config.reduce_dtype.empty() ? config.param_dtype : config.reduce_dtype);
 }
@@ -238,16 +234,15 @@ struct MuonPlan {
 };
 
 std::vector<TrafficPlan> plan_traffic(
-    const Plan& plan, const TrainConfig& config, const MeshShape& mesh, int64_t reduce_bytes) {
+    const Plan& plan, const TrainConfig& config, const MeshShape& mesh) {
+  const auto reduce_bytes = reduce_bytes_of(config);
   TrafficPlan gathers{.op = "all-gather", .axis = "shard"};
   TrafficPlan scatters{.op = "reduce-scatter", .axis = "shard"};
   TrafficPlan exchanges{.op = "all-to-all", .axis = "shard"}; // instead of them
   TrafficPlan reduces{.op = "all-reduce", .axis = "dp"};
   for (const auto& group : plan.groups) {
-    const bool is_root = group.name.empty();
-    const bool again = config.reshard_after_forward.is_auto()
-                           ? !is_root
-                           : config.reshard_after_forward.ranks(static_cast<int>(mesh.shard)) > 0;
+    const bool stays = config.reshard_after_forward.is_auto() && group.name.empty(); // the root
+    const bool again = !stays && ranks_after_forward(config, mesh) > 0;
     const auto passes = config.accumulate * (again ? 2 : 1);
     if (mesh.shard > 1) {
       gathers.count += passes;
@@ -258,7 +253,7 @@ std::vector<TrafficPlan> plan_traffic(
     }
     if (mesh.replicate > 1) {
       reduces.count += group.num_trained > 0 ? 1 : 0;
-      reduces.bytes += group.trained_bytes / shard_element_bytes(config) * reduce_bytes;
+      reduces.bytes += group.trained_bytes / element_bytes(config.shard_dtype) * reduce_bytes;
     }
   }
   const MuonPlan muon(plan, config, mesh);
@@ -288,7 +283,7 @@ struct MomentsPlan {
 
 MomentsPlan plan_moments(const Plan& plan, const TrainConfig& config) {
   constexpr int64_t kBlock = 256; // elements that share a scale
-  const auto numel = 2 * plan.trained_bytes / shard_element_bytes(config);
+  const auto numel = 2 * plan.trained_bytes / element_bytes(config.shard_dtype);
   const auto dtype = config.moments_dtype();
   const auto bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   const bool has_scales = dtype == c10::kFloat8_e4m3fn;
@@ -410,7 +405,7 @@ Plan make_plan(const TrainConfig& config, const MeshShape& mesh, const PlanFor& 
     plan.gathered_bytes += group.gathered_bytes;
     plan.padding_bytes += group.padding_bytes;
   }
-  plan.traffic = plan_traffic(plan, config, mesh, reduce_bytes_of(config));
+  plan.traffic = plan_traffic(plan, config, mesh);
   plan.largest_group =
       std::max(plan.groups.front().gathered_bytes, plan.groups.back().gathered_bytes);
 

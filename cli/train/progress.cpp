@@ -94,7 +94,7 @@ Progress::Progress(Screen& screen, int64_t steps, int64_t tokens_per_step, int64
     : screen_(screen), steps_(steps), tokens_per_step_(tokens_per_step), before_(before) {}
 
 double Progress::seconds() const {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  return seconds_since(start_);
 }
 
 std::vector<LinePiece> Progress::pieces(const StepRecord& record, int bar_width) const {
@@ -126,25 +126,22 @@ std::vector<LinePiece> Progress::pieces(const StepRecord& record, int bar_width)
   return pieces;
 }
 
-std::string Progress::plain(const StepRecord& record) const {
-  return join_fitting(pieces(record, 0), std::string::npos);
-}
-
-std::string Progress::with_bar(const StepRecord& record, size_t width) const {
-  const auto whole = join_fitting(pieces(record, kBarWidth), std::string::npos);
-  return whole.size() <= width ? whole : join_fitting(pieces(record, kShortBar), width);
-}
-
 void Progress::update(const StepRecord& record) {
   if (screen_.is_terminal()) {
-    screen_.replace(with_bar(record, Screen::width()));
+    const auto width = Screen::width();
+    const auto whole = join_fitting(pieces(record, kBarWidth), std::string::npos);
+    screen_.replace(whole.size() <= width ? whole : join_fitting(pieces(record, kShortBar), width));
     return;
   }
   const auto done = record.step;
   const auto every = std::max<int64_t>(1, steps_ / kPlainLines);
   if (done == before_ + 1 || done % every == 0 || done == steps_) {
-    screen_.line(plain(record));
+    screen_.line(join_fitting(pieces(record, /*bar_width=*/0), std::string::npos));
   }
+}
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 std::string binary_size(int64_t bytes) {

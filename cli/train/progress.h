@@ -56,8 +56,6 @@ class Progress {
   double seconds() const;
 
  private:
-  std::string plain(const StepRecord& record) const;
-  std::string with_bar(const StepRecord& record, size_t width) const;
   std::vector<LinePiece> pieces(const StepRecord& record, int bar_width) const;
 
   Screen& screen_;
@@ -67,6 +65,7 @@ class Progress {
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
+double seconds_since(std::chrono::steady_clock::time_point start);
 /// Three digits and a binary unit: "1.50 MiB".
 std::string binary_size(int64_t bytes);
 /// Three digits and a decimal unit: "12.3 MB".

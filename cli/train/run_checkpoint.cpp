@@ -4,12 +4,10 @@
 #include <fsdp/checkpoint_tools.h>
 #include <fsdp/distributed.h>
 #include <fsdp/random_state.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <iostream>
-#include <type_traits>
 #include <variant>
 
 #include "cli/check.h"
@@ -46,10 +44,8 @@ template <class T>
 T value_of(const StateDict& state, const std::string& key, const std::filesystem::path& path) {
   const auto* value = std::get_if<T>(&state.at(key));
   if (!value) {
-    throw CheckpointError(
-        {__func__, __FILE__, __LINE__},
-        c10::str(
-            path.string(), ": '", key, "' has another type than in checkpoints of fsdp train"));
+    throw_checkpoint_error(
+        path.string(), ": '", key, "' has another type than in checkpoints of fsdp train");
   }
   return *value;
 }
@@ -131,8 +127,7 @@ std::vector<std::string> skipped_checkpoints(
   return skipped;
 }
 
-SavedRun find_saved_run(
-    const std::string& path, const char* option /* = "--resume" */, bool model_only /* = false */) {
+SavedRun find_saved_run(const std::string& path, const char* option, bool model_only) {
   SavedRun saved;
   std::optional<std::filesystem::path> latest;
   if (is_folder(path)) {
@@ -149,14 +144,11 @@ SavedRun find_saved_run(
   }
   const auto values = inspect_checkpoint(saved.path).values;
   const auto has = [&](const char* name) {
-    return std::any_of(
-        values.begin(), values.end(), [&](const auto& value) { return value.first == name; });
+    return std::ranges::any_of(values, [&](const auto& value) { return value.first == name; });
   };
   if (!has("config.dim") || !(model_only || has(kRunMark))) {
-    throw CheckpointError(
-        {__func__, __FILE__, __LINE__},
-        c10::str(
-            saved.path.string(), " is a checkpoint, but not one of fsdp train", kConvertAdvice));
+    throw_checkpoint_error(
+        saved.path.string(), " is a checkpoint, but not one of fsdp train", kConvertAdvice);
   }
   StateDict state;
   for_each_value(
@@ -254,9 +246,7 @@ void load_run(const SavedRun& saved, Trainer& trainer, RunState& run) {
       load(random, saved.path, {.strict = false}); // not strict: other devices have other keys
     }
   } catch (const CheckpointError& error) {
-    throw CheckpointError(
-        {__func__, __FILE__, __LINE__},
-        error.what_without_backtrace() + advice_instead_of(saved.path));
+    throw_checkpoint_error(error.what_without_backtrace(), advice_instead_of(saved.path));
   }
   trainer.set_state_dict(state);
   if (same_ranks) {

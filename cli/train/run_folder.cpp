@@ -54,7 +54,7 @@ void on_first_rank(const Action& action) {
   }
   failure = gather_texts(failure).front();
   if (!failure.empty()) {
-    throw CheckpointError({__func__, __FILE__, __LINE__}, failure);
+    throw_checkpoint_error(failure);
   }
 }
 

@@ -61,8 +61,7 @@ class RunFolder {
   std::optional<MetricsCsv> csv_;
   std::optional<EventFile> events_;
   std::optional<StepTrace> trace_;
-  int64_t recovered_at_ =
-      0; // the last step that is made again; saved, so that it is not lost twice
+  int64_t recovered_at_ = 0; // the last step that is made again; saved, so as not to be lost twice
 };
 
 } // namespace fsdp::cli

@@ -32,14 +32,11 @@ std::string describe_this_process() {
 [[noreturn]] void throw_held(
     const std::filesystem::path& folder, const std::filesystem::path& lock) {
   const auto holder = read_file(lock).value_or("");
-  throw CheckpointError(
-      {__func__, __FILE__, __LINE__},
-      c10::str(
-          "another run writes to ", folder.string(), ": ",
-          holder.empty() ? "one that has just begun" : holder,
-          "; wait for its end, end it, or use another --run. If its machine is gone for good, "
-          "remove ",
-          lock.string()));
+  throw_checkpoint_error(
+      "another run writes to ", folder.string(), ": ",
+      holder.empty() ? "one that has just begun" : holder,
+      "; wait for its end, end it, or use another --run. If its machine is gone for good, remove ",
+      lock.string());
 }
 
 } // namespace

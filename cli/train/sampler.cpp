@@ -25,7 +25,7 @@ torch::Tensor scores_behind(Transformer& model, const torch::Tensor& tokens) {
 
 std::string sample(Transformer& model, const std::string& prompt, const SampleOptions& options) {
   const torch::NoGradGuard no_grad;
-  TokenChoice choose({.temperature = options.temperature, .seed = options.seed});
+  TokenChoice choose({.seed = options.seed});
   std::vector<int64_t> tokens;
   for (const char c : prompt.empty() ? "\n" : prompt) { // the model needs at least one token
     tokens.push_back(static_cast<unsigned char>(c));
@@ -33,7 +33,7 @@ std::string sample(Transformer& model, const std::string& prompt, const SampleOp
   for (int64_t i = 0; i < options.count && !options.stop(); ++i) {
     // A rank whose text is not wanted only takes part in the collectives: one token is enough.
     const auto most = options.keeps_text ? options.context : 1;
-    const auto length = std::min(most, static_cast<int64_t>(tokens.size()));
+    const auto length = std::min(most, std::ssize(tokens));
     const auto last = torch::tensor(std::vector<int64_t>(tokens.end() - length, tokens.end()));
     tokens.push_back(choose(scores_behind(model, last.to(options.device))));
   }

@@ -9,8 +9,7 @@
 namespace fsdp::cli {
 
 struct SampleOptions {
-  int64_t count = 240;      // bytes to draw
-  double temperature = 0.8; // 0: always the likeliest byte
+  int64_t count = 0; // bytes to draw
   uint64_t seed = 1;
   int64_t context = 128; // how many of the last bytes the model sees
   c10::Device device = c10::kCPU;

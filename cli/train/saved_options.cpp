@@ -1,8 +1,6 @@
-#include <c10/util/StringUtil.h>
-#include <fsdp/error.h>
-
 #include <fstream>
 
+#include "cli/check.h"
 #include "cli/config/option_list.h"
 #include "cli/files.h"
 #include "cli/report/report.h"
@@ -64,12 +62,10 @@ std::optional<TrainOptions> read_config_json(const std::filesystem::path& run) {
     options.save_every = json.at("save-every").get<int64_t>();
     for_each_folder_option([&](const char* name, auto in) { take(name, in(options)); });
   } catch (const nlohmann::json::exception& error) {
-    throw CheckpointError(
-        {__func__, __FILE__, __LINE__},
-        c10::str(
-            path.string(),
-            " is not a file of fsdp train; remove it to continue from the newest checkpoint: ",
-            error.what()));
+    throw_checkpoint_error(
+        path.string(),
+        " is not a file of fsdp train; remove it to continue from the newest checkpoint: ",
+        error.what());
   }
   return options;
 }

@@ -61,7 +61,7 @@ TokenLayout npy_layout(const MappedFile& file) {
   const auto refuse = [&](const std::string& why) {
     throw_config_error("--data: ", file.path(), ": ", why);
   };
-  const bool is_npy = file.starts_with(std::string_view("\x93NUMPY", 6)) && file.size() > 12;
+  const bool is_npy = file.text().starts_with("\x93NUMPY") && file.size() > 12;
   const bool wide = is_npy && file.at<uint8_t>(6) >= 2; // the version
   const auto start = wide ? 12 : 10;
   const int64_t length = !is_npy ? 0 : wide ? file.at<uint32_t>(8) : file.at<uint16_t>(8);
@@ -103,7 +103,7 @@ TokenLayout megatron_layout(const MappedFile& file, const std::string& index_pat
   constexpr std::string_view kMark("MMIDIDX\0\0", 9);
   constexpr int64_t kHeader = 9 + 8 + 1 + 8 + 8;
   check_config(
-      index.starts_with(kMark) && index.size() >= kHeader, "--data: ", index_path,
+      index.text().starts_with(kMark) && index.size() >= kHeader, "--data: ", index_path,
       " is not an index of Megatron; rename it if ", file.path(), " has nothing to do with it");
   const auto code = index.at<uint8_t>(17);
   const auto sequences = index.at<int64_t>(18);

@@ -29,7 +29,7 @@ class TextSource : public TokenSource {
  public:
   explicit TextSource(std::string text) : text_(std::move(text)) {}
   int64_t size() const override {
-    return static_cast<int64_t>(text_.size());
+    return std::ssize(text_);
   }
   void read(int64_t start, int64_t count, int64_t* out) const override;
 
@@ -42,7 +42,7 @@ class TokenList : public TokenSource {
  public:
   explicit TokenList(std::vector<int32_t> tokens) : tokens_(std::move(tokens)) {}
   int64_t size() const override {
-    return static_cast<int64_t>(tokens_.size());
+    return std::ssize(tokens_);
   }
   void read(int64_t start, int64_t count, int64_t* out) const override {
     std::copy_n(tokens_.begin() + start, count, out);

@@ -1,6 +1,5 @@
 // `fsdp train`: trains a language model over several ranks.
 #include <signal.h>
-#include <stdlib.h>
 
 #include <algorithm>
 #include <atomic>
@@ -30,6 +29,7 @@
 #include "cli/train/options.h"
 #include "cli/train/plan.h"
 #include "cli/train/pretrained.h"
+#include "cli/train/progress.h"
 #include "cli/train/run_checkpoint.h"
 #include "cli/train/run_folder.h"
 #include "cli/train/signals.h"
@@ -40,10 +40,6 @@ namespace fsdp::cli {
 namespace {
 
 constexpr int64_t kSampleBytes = 240;
-
-double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
 
 StepRecord make_record(
     const StepResult& result,
@@ -250,11 +246,7 @@ Corpus read_corpus(const TrainOptions& options) {
       " has no tokenizer.json, so a text cannot become the model's tokens; give files of tokens "
       "with --data");
   if (config.document_end != "none") {
-    check_config(
-        !corpus.has_flags(), "--document-end ", config.document_end, ": attention never crosses ",
-        "the examples of ", data, "; leave it out");
-    corpus.separate_documents(
-        document_end_token(config.document_end, config.from, config.model.vocab));
+    corpus.separate_documents(config.document_end, config.from, config.model.vocab);
   }
   return corpus;
 }

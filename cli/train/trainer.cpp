@@ -385,14 +385,13 @@ void Trainer::set_state_dict(const StateDict& state) {
   }
 }
 
-std::pair<int64_t, int64_t> Trainer::my_rows() const {
-  const auto first = [&](int64_t rank) { return config_.batch * rank / mesh_.shape.data_ranks(); };
-  return {first(mesh_.data_rank), first(mesh_.data_rank + 1) - first(mesh_.data_rank)};
-}
-
 Trainer::Rows Trainer::rows_of(
     const std::function<torch::Tensor(int64_t first, int64_t count)>& read) const {
-  const auto [first, count] = my_rows();
+  const auto first_of = [&](int64_t rank) {
+    return config_.batch * rank / mesh_.shape.data_ranks();
+  };
+  const auto first = first_of(mesh_.data_rank);
+  const auto count = first_of(mesh_.data_rank + 1) - first; // not the same on all ranks
   if (!corpus_.has_flags()) {
     return {read(first, count), config_.batch * config_.context};
   }

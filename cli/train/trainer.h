@@ -9,9 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "cli/config/train_config.h"
@@ -83,8 +81,6 @@ class Trainer {
   }
 
  private:
-  /// This rank's rows of a batch: the first one, and how many. Ranks may have different numbers.
-  std::pair<int64_t, int64_t> my_rows() const;
   /// Rows of a batch.
   struct Rows {
     torch::Tensor mine; // of this rank
