@@ -227,6 +227,12 @@ bool is_link(const Path& path) {
   return lstat(path.c_str(), &info) == 0 && S_ISLNK(info.st_mode);
 }
 
+std::string link_target(const Path& link) {
+  char target[4096];
+  const auto length = readlink(link.c_str(), target, sizeof(target));
+  return length > 0 ? std::string(target, static_cast<size_t>(length)) : std::string();
+}
+
 std::vector<std::string> list_folder(const Path& folder) {
   DIR* opened = opendir(folder.c_str());
   if (!opened) {

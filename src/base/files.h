@@ -98,6 +98,8 @@ bool path_exists(const Path& path);
 bool is_folder(const Path& path);
 /// Returns true if the path itself is a symbolic link.
 bool is_link(const Path& path);
+/// Returns the path that a symbolic link has. Empty if there is no such link.
+std::string link_target(const Path& link);
 /// Returns the names in a folder, sorted. Empty if there is no such folder.
 std::vector<std::string> list_folder(const Path& folder);
 /// Returns when the file, or anything in the folder, was last changed, in seconds since 1970. 0 if

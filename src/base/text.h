@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -33,5 +34,14 @@ std::vector<std::string> split(std::string_view text, char separator);
 /// Parses all of `text` as a whole number. Throws ConfigError if it is none; `what` names the value
 /// in the message.
 int64_t parse_int(std::string_view text, std::string_view what);
+
+/// Returns the number that the bytes hold, the lowest byte first.
+inline uint64_t little_endian(std::string_view bytes) {
+  uint64_t number = 0;
+  for (size_t i = bytes.size(); i-- > 0;) {
+    number = number << 8 | static_cast<unsigned char>(bytes[i]);
+  }
+  return number;
+}
 
 } // namespace fsdp::detail

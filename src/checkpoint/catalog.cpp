@@ -7,6 +7,7 @@
 #include <set>
 
 #include "base/check.h"
+#include "base/text.h"
 #include "checkpoint/dcp.h"
 #include "checkpoint/json_text.h"
 #include "checkpoint/manifest.h"
@@ -15,9 +16,6 @@
 namespace fsdp::detail {
 
 namespace {
-
-constexpr const char* kIndexName = "model.safetensors.index.json";
-constexpr const char* kShardingInfo = "DCP_SHARDING_INFO";
 
 /// Returns the offsets, in the whole tensors, of the pieces in a file of torch's distributed
 /// checkpoint, by name. Empty for a file of whole tensors.
@@ -112,7 +110,7 @@ class Collector {
 };
 
 Catalog open_indexed(const Path& folder) {
-  const auto file = (folder / kIndexName).string();
+  const auto file = (folder / kHfIndexName).string();
   const auto index = parse_json(read_text(file), file);
   const auto map = json_field(index.root(), "weight_map", file);
   std::map<std::string, std::string> files; // by tensor
@@ -165,18 +163,6 @@ void check_names(const Path& folder, const std::vector<std::string>& names) {
   }
 }
 
-Catalog open_manifest(const Path& folder) {
-  auto catalog = read_manifest(folder / kManifestName);
-  catalog.folder = folder;
-  return catalog;
-}
-
-Catalog open_dcp(const Path& folder) {
-  auto catalog = read_dcp(folder);
-  read_dcp_values(catalog);
-  return catalog;
-}
-
 Catalog open_safetensors(const Path& folder) {
   Collector collector(folder);
   const auto all = list_folder(folder);
@@ -190,13 +176,18 @@ Catalog open_safetensors(const Path& folder) {
 }
 
 Catalog open_folder(const Path& folder) {
+  Catalog catalog;
   switch (kind_of(folder)) {
     case FolderKind::manifest:
-      return open_manifest(folder);
+      catalog = read_manifest(folder / kManifestName);
+      catalog.folder = folder;
+      return catalog;
     case FolderKind::hf_index:
       return open_indexed(folder);
     case FolderKind::dcp:
-      return open_dcp(folder);
+      catalog = read_dcp(folder);
+      read_dcp_values(catalog);
+      return catalog;
     case FolderKind::safetensors:
       return open_safetensors(folder);
     case FolderKind::none:
@@ -255,7 +246,7 @@ FolderKind kind_of(const Path& folder) {
   if (path_exists(folder / kManifestName)) {
     return FolderKind::manifest;
   }
-  if (path_exists(folder / kIndexName)) {
+  if (path_exists(folder / kHfIndexName)) {
     return FolderKind::hf_index;
   }
   if (path_exists(folder / kDcpMetadataName)) {
@@ -292,14 +283,14 @@ void check_fits(
 
 void check_coverage(const Catalog& catalog, const StoredTensor& tensor) {
   std::vector<Box> boxes;
-  std::string files;
+  std::vector<std::string> files;
   for (const auto& piece : tensor.pieces) {
     boxes.push_back(piece.box);
-    files += (files.empty() ? "" : ", ") + piece.file;
+    files.push_back(piece.file);
   }
   FSDP_CHECK_AS(
       CheckpointError, tile(boxes, tensor.sizes), catalog.folder.string(), ", tensor '",
-      tensor.name, "': its pieces (in ", files.empty() ? "no file" : files,
+      tensor.name, "': its pieces (in ", files.empty() ? "no file" : join(files),
       ") overlap, or do not make the whole: a file is missing or is from another checkpoint");
 }
 

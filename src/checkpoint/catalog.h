@@ -47,6 +47,12 @@ struct StoredObject {
 
 /// A safetensors file has a checkpoint's values in its metadata, under this key.
 inline constexpr const char* kValuesKey = "fsdp.values";
+/// Under this key, torch's distributed checkpoint says where in the whole tensors those of the file
+/// lie.
+inline constexpr const char* kShardingInfo = "DCP_SHARDING_INFO";
+
+/// The index of a Hugging Face folder: the file of each tensor.
+inline constexpr const char* kHfIndexName = "model.safetensors.index.json";
 
 /// The number of bytes under one checksum. To check one of these bytes, all of them must be read.
 inline constexpr int64_t kBlockBytes = int64_t{4} << 20;

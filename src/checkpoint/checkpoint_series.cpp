@@ -37,7 +37,7 @@ Path step_path(const Path& root, int64_t step) {
 /// Returns the step in a checkpoint's name; -1 for other names.
 int64_t step_of(const std::string& name) {
   const std::string prefix = kPrefix;
-  if (name.compare(0, prefix.size(), prefix) != 0 || name.size() == prefix.size() ||
+  if (!name.starts_with(prefix) || name.size() == prefix.size() ||
       name.size() > prefix.size() + 18 ||
       name.find_first_not_of("0123456789", prefix.size()) != std::string::npos) {
     return -1;
@@ -54,7 +54,8 @@ std::vector<std::string> names_in(const Path& root) {
   return names;
 }
 
-/// Returns the complete checkpoints, sorted by step.
+/// Returns the complete checkpoints, the newest first. Sorts by time instead of by step: a run may
+/// go back to an earlier step, and then its new checkpoints have smaller steps than old ones.
 std::vector<Saved> complete_ones(const Path& root) {
   std::vector<Saved> found;
   for (const auto& name : names_in(root)) {
@@ -63,17 +64,10 @@ std::vector<Saved> complete_ones(const Path& root) {
     } catch (const CheckpointError&) { // not complete, or being removed
     }
   }
-  std::sort(
-      found.begin(), found.end(), [](const auto& a, const auto& b) { return a.step < b.step; });
-  return found;
-}
-
-/// Sorts by time instead of by step: a run may go back to an earlier step, and then its new
-/// checkpoints have smaller steps than old ones.
-void sort_newest_first(std::vector<Saved>& saved) {
-  std::sort(saved.begin(), saved.end(), [](const auto& a, const auto& b) {
+  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) {
     return a.time != b.time ? a.time > b.time : a.step > b.step;
   });
+  return found;
 }
 
 /// Makes ROOT/latest a symbolic link to the checkpoint, so that ROOT/latest can be loaded.
@@ -88,8 +82,7 @@ void set_latest(const Path& root, const Path& checkpoint) {
 }
 
 void rotate_once(const Path& root, const Path& checkpoint, const CheckpointSeriesOptions& options) {
-  auto saved = complete_ones(root);
-  sort_newest_first(saved);
+  const auto saved = complete_ones(root);
   if (!saved.empty()) {
     set_latest(root, saved[0].path);
   }
@@ -121,7 +114,7 @@ void rotate(const Path& root, const Path& checkpoint, const CheckpointSeriesOpti
       const auto now = names_in(root);
       more = !std::includes(seen.begin(), seen.end(), now.begin(), now.end());
     }
-  } catch (const std::exception&) { // the checkpoint itself is in place
+  } catch (const std::exception&) { // the checkpoint itself is complete
     TORCH_WARN(
         "[CheckpointSeries] ", checkpoint.string(),
         " is saved, but what is older could not be tidied up: ", detail::current_exception_text());
@@ -134,11 +127,8 @@ detail::SeriesSteps series_steps(
       .leftovers = kPrefix,
       .newest_time =
           [root] {
-            int64_t newest = 0;
-            for (const auto& saved : complete_ones(root)) {
-              newest = std::max(newest, saved.time);
-            }
-            return newest;
+            const auto saved = complete_ones(root);
+            return saved.empty() ? int64_t{0} : saved[0].time;
           },
       .after = [root, checkpoint, options] { rotate(root, checkpoint, options); }};
 }
@@ -173,8 +163,7 @@ void CheckpointSeries::remove_leftovers() const {
 }
 
 std::optional<std::filesystem::path> CheckpointSeries::latest() const {
-  auto saved = complete_ones(root_);
-  sort_newest_first(saved);
+  const auto saved = complete_ones(root_);
   return saved.empty() ? std::nullopt : std::optional(saved[0].path);
 }
 
@@ -183,6 +172,7 @@ std::vector<std::pair<int64_t, std::filesystem::path>> CheckpointSeries::list() 
   for (const auto& saved : complete_ones(root_)) {
     result.emplace_back(saved.step, saved.path);
   }
+  std::sort(result.begin(), result.end());
   return result;
 }
 

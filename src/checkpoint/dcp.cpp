@@ -1,10 +1,12 @@
 #include "checkpoint/dcp.h"
 
+#include <ATen/TensorGeometry.h>
+#include <c10/core/Contiguity.h>
+
 #include <algorithm>
 #include <array>
 #include <map>
 #include <optional>
-#include <string_view>
 #include <utility>
 
 #include "base/check.h"
@@ -120,12 +122,9 @@ DcpItem parse_item(const PickleView& info, const std::string& where) {
   DcpItem item;
   item.file =
       checked(field(info, "relative_path", where), Kind::Text, "relative_path", where).text();
-  constexpr std::string_view kNone("/\0", 2);
   FSDP_CHECK_AS(
-      CheckpointError,
-      !item.file.empty() && item.file != "." && item.file != ".." &&
-          item.file.find_first_of(kNone) == std::string::npos && is_utf8(item.file),
-      where, ": its relative_path is not the name of a file in this folder");
+      CheckpointError, is_file_name(item.file) && is_utf8(item.file), where,
+      ": its relative_path is not the name of a file in this folder");
   item.offset = size_of(field(info, "offset", where), "offset", where);
   item.bytes = size_of(field(info, "length", where), "length", where);
   int64_t end = 0;
@@ -258,36 +257,14 @@ SavedTensor parse_saved_tensor(const PickleView& root, const std::string& where)
   return saved;
 }
 
-/// Returns true if the elements, ordered by `dims` from the slowest to the fastest, are row-major
-/// without gaps.
-bool is_dense(const SavedTensor& saved, const std::vector<size_t>& dims) {
-  int64_t expected = 1;
-  for (size_t i = dims.size(); i-- > 0;) {
-    const auto size = saved.sizes[dims[i]];
-    if (size != 1 && saved.strides[dims[i]] != expected) {
-      return false;
-    }
-    expected *= size;
-  }
-  return true;
-}
-
 /// Returns the strides, or nothing if the elements are row-major.
 std::vector<int64_t> strides_of(const SavedTensor& saved, const std::string& where) {
-  std::vector<size_t> dims(saved.sizes.size());
-  for (size_t i = 0; i < dims.size(); ++i) {
-    dims[i] = i;
-  }
-  if (is_dense(saved, dims)) {
+  if (at::geometry_is_contiguous(saved.sizes, saved.strides)) {
     return {};
   }
-  std::stable_sort(dims.begin(), dims.end(), [&](size_t a, size_t b) {
-    return saved.strides[a] > saved.strides[b];
-  });
-  std::erase_if(dims, [&](size_t dim) { return saved.sizes[dim] == 1; });
   FSDP_CHECK_AS(
-      CheckpointError, is_dense(saved, dims), where,
-      ": was saved as a view with gaps or shared elements; save its contiguous()");
+      CheckpointError, c10::_compute_non_overlapping_and_dense<int64_t>(saved.sizes, saved.strides),
+      where, ": was saved as a view with gaps or shared elements; save its contiguous()");
   return saved.strides;
 }
 

@@ -66,7 +66,7 @@ void write_hf_index(const HfLayout& layout, const Path& folder) {
   if (layout.files.size() == 1) {
     return;
   }
-  const auto file = folder / "model.safetensors.index.json";
+  const auto file = folder / kHfIndexName;
   auto map = nlohmann::json::object();
   for (const auto& [name, position] : layout.positions) {
     map[name] = layout.files[position.file].name;

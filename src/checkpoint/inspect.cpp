@@ -1,5 +1,3 @@
-#include <unistd.h>
-
 #include <fsdp/checkpoint_tools.h>
 
 #include "base/check.h"
@@ -21,9 +19,8 @@ bool has_files(const Path& folder) {
 
 /// Returns the checkpoint that ROOT/latest of a series leads to. Empty if there is no such link.
 Path latest_link(const Path& root) {
-  char target[4096];
-  const auto length = readlink((root / "latest").c_str(), target, sizeof(target));
-  return length > 0 ? root / std::string(target, static_cast<size_t>(length)) : Path();
+  const auto target = link_target(root / "latest");
+  return target.empty() ? Path() : root / target;
 }
 
 } // namespace

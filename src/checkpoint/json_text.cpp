@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "base/check.h"
@@ -149,17 +150,6 @@ double JsonView::real() const {
   return std::bit_cast<double>(token().value);
 }
 
-std::optional<JsonView> JsonView::find(std::string_view name) const {
-  if (is(JsonTape::Kind::Object)) {
-    for (const auto member : items()) {
-      if (member.name() == name) {
-        return member;
-      }
-    }
-  }
-  return std::nullopt;
-}
-
 JsonTape parse_json(
     std::string_view text, const std::string& file, size_t depth, const TakeJson& take) {
   // The parser takes a zero byte for the end of the text, and would ignore what follows.
@@ -189,10 +179,20 @@ bool is_utf8(std::string_view text) {
   }
 }
 
+bool is_file_name(std::string_view text) {
+  constexpr std::string_view kNone("/\0", 2);
+  return !text.empty() && text != "." && text != ".." && text.find_first_of(kNone) == text.npos;
+}
+
 JsonView json_field(JsonView object, const char* name, const std::string& file) {
-  const auto found = object.find(name);
-  FSDP_CHECK_AS(CheckpointError, found, file, ": there is no '", name, "' where one has to be");
-  return *found;
+  if (object.is(JsonTape::Kind::Object)) {
+    for (const auto member : object.items()) {
+      if (member.name() == name) {
+        return member;
+      }
+    }
+  }
+  FSDP_THROW(CheckpointError, file, ": there is no '", name, "' where one has to be");
 }
 
 const std::string& json_string(JsonView value, const char* what, const std::string& file) {
@@ -203,11 +203,9 @@ const std::string& json_string(JsonView value, const char* what, const std::stri
 
 const std::string& json_file_name(JsonView value, const char* what, const std::string& file) {
   const auto& name = json_string(value, what, file);
-  constexpr std::string_view kNone("/\0", 2);
   FSDP_CHECK_AS(
-      CheckpointError,
-      !name.empty() && name != "." && name != ".." && name.find_first_of(kNone) == name.npos, file,
-      ": '", name, "' is not the name of a file in this folder");
+      CheckpointError, is_file_name(name), file, ": '", name,
+      "' is not the name of a file in this folder");
   return name;
 }
 

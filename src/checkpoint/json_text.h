@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -65,8 +64,6 @@ class JsonView {
   }
   /// Returns the items of a list or the members of an object, for a loop. Other kinds have none.
   Items items() const;
-  /// Returns the member of this name, if this is an object that has it. Looks at all members.
-  std::optional<JsonView> find(std::string_view name) const;
 
  private:
   friend class JsonTape;
@@ -122,7 +119,10 @@ JsonTape parse_json(
 std::string json_text(const nlohmann::json& value, const std::string& file);
 /// Returns whether JSON can hold the text.
 bool is_utf8(std::string_view text);
+/// Returns whether the text can be the name of a file, without a folder.
+bool is_file_name(std::string_view text);
 
+/// Returns the member of this name. Looks at all members before it.
 JsonView json_field(JsonView object, const char* name, const std::string& file);
 const std::string& json_string(JsonView value, const char* what, const std::string& file);
 /// Returns a string, which must be the name of a file in the same folder.

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/text.h"
 
 namespace fsdp::detail {
 
@@ -58,14 +59,8 @@ class PickleReader {
     return taken;
   }
 
-  /// Little-endian.
   uint64_t number(size_t count) {
-    uint64_t result = 0;
-    const auto taken = take(count);
-    for (size_t i = count; i-- > 0;) {
-      result = result << 8 | static_cast<unsigned char>(taken[i]);
-    }
-    return result;
+    return little_endian(take(count));
   }
 
   // ------------------------------------------------------------ Values
@@ -80,9 +75,6 @@ class PickleReader {
   Number add_list(Kind kind, std::vector<Number> items) {
     pickle_.lists_.push_back(std::move(items));
     return add(kind, pickle_.lists_.size() - 1);
-  }
-  Number add_object(Number made_by, Number arguments) {
-    return add_list(Kind::Object, {made_by, arguments, Pickle::kNothing});
   }
   Kind kind_of(Number number) const {
     return pickle_.values_[number].kind;
@@ -194,7 +186,7 @@ class PickleReader {
 
   void make_object(size_t num_arguments) {
     const auto parts = pop_many(1 + num_arguments); // there may be keyword arguments; dropped
-    push(add_object(parts[0], parts[1]));
+    push(add_list(Kind::Object, {parts[0], parts[1], Pickle::kNothing}));
   }
 
   void step(unsigned char instruction) {

@@ -123,6 +123,15 @@ std::vector<Holder> holders_of_part(
   return result;
 }
 
+/// `item` describes a tensor.
+StoredTensor tensor_of(const json& item) {
+  return {
+      item.at("key").get<std::string>(),
+      dtype_of(item.at("dtype").get<std::string>(), kWhere),
+      item.at("shape").get<std::vector<int64_t>>(),
+      {}};
+}
+
 /// Returns for each tensor the position of its middle among the bytes of all tensors with the same
 /// placement, from 0 to 1.
 std::vector<double> shares(const std::vector<json>& items) {
@@ -130,11 +139,11 @@ std::vector<double> shares(const std::vector<json>& items) {
   std::vector<std::string> placements;
   std::vector<int64_t> middles;
   for (const auto& item : items) {
-    const bool is_tensor = item.contains("dtype");
-    const auto bytes = is_tensor ? *tensor_bytes(
-                                       item.at("shape").get<std::vector<int64_t>>(),
-                                       dtype_of(item.at("dtype").get<std::string>(), kWhere))
-                                 : 0;
+    int64_t bytes = 0;
+    if (item.contains("dtype")) {
+      const auto tensor = tensor_of(item);
+      bytes = *tensor_bytes(tensor.sizes, tensor.dtype);
+    }
     placements.push_back(
         item.contains("placements") ? item.at("placements").dump() + item.at("mesh_shape").dump()
                                     : "");
@@ -265,11 +274,7 @@ SavePlan make_plan(
   SavePlan plan;
   for (const auto& item : merged.items) {
     if (item.contains("dtype")) {
-      plan.catalog.tensors.push_back(
-          {item.at("key").get<std::string>(),
-           dtype_of(item.at("dtype").get<std::string>(), kWhere),
-           item.at("shape").get<std::vector<int64_t>>(),
-           {}});
+      plan.catalog.tensors.push_back(tensor_of(item));
     }
   }
   for (const auto& [key, value] : state) {

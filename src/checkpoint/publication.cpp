@@ -13,6 +13,8 @@
 #include <thread>
 
 #include "base/check.h"
+#include "checkpoint/catalog.h"
+#include "checkpoint/manifest.h"
 
 namespace fsdp::detail {
 
@@ -60,8 +62,7 @@ void check_replaceable(const Publication& publication, const Path& folder) {
         " is there already, and overwrite is off");
     FSDP_CHECK_AS(
         CheckpointError,
-        name.ends_with(".safetensors") || name == "manifest.json" ||
-            name == "model.safetensors.index.json",
+        name.ends_with(".safetensors") || name == kManifestName || name == kHfIndexName,
         target.string(), " holds '", name,
         "', which is not of a checkpoint: it would be lost; save to another folder");
   }
@@ -222,6 +223,22 @@ std::vector<std::string> texts_of_ranks(const Publication& publication) {
   return texts;
 }
 
+/// Removes what dead saves have left of TARGET, unless another saver holds its lock, and of the
+/// other checkpoints of its series. Without locks, removes only what has not changed for a minute.
+void remove_all_dead(const Publication& publication) {
+  const auto now = changed_at(publication.folder());
+  for (const auto& work : saves_in(publication.folder(), publication.id)) {
+    const bool is_dead = publication.is_exclusive || now - changed_at(work) >= kQuietSeconds;
+    if (publication.lock && is_dead) {
+      put_old_back(work, publication.target);
+      remove_tree(work);
+    }
+  }
+  if (!publication.leftovers.empty()) {
+    remove_leftovers(publication.target.parent_path(), publication.leftovers, now);
+  }
+}
+
 } // namespace
 
 std::string rank_name(int rank) {
@@ -279,26 +296,6 @@ void remove_leftovers(
     });
   }
 }
-
-namespace {
-
-/// Removes what dead saves have left of TARGET, unless another saver holds its lock, and of the
-/// other checkpoints of its series. Without locks, removes only what has not changed for a minute.
-void remove_all_dead(const Publication& publication) {
-  const auto now = changed_at(publication.folder());
-  for (const auto& work : saves_in(publication.folder(), publication.id)) {
-    const bool is_dead = publication.is_exclusive || now - changed_at(work) >= kQuietSeconds;
-    if (publication.lock && is_dead) {
-      put_old_back(work, publication.target);
-      remove_tree(work);
-    }
-  }
-  if (!publication.leftovers.empty()) {
-    remove_leftovers(publication.target.parent_path(), publication.leftovers, now);
-  }
-}
-
-} // namespace
 
 void prepare(Publication& publication) {
   publication.id = new_id();

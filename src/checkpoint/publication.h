@@ -21,9 +21,9 @@ namespace fsdp::detail {
 //   ID/old/             what was TARGET, for a moment, if the file system cannot exchange two
 //                       folders
 // Every rank writes and syncs its files in data/ and reports that to rank 0, through the store of
-// their world. Rank 0 completes data/ and puts it in place by one system call: it renames data/ if
-// there is no TARGET, else it exchanges the two, and removes the old one afterwards. So at any
-// moment TARGET is a complete checkpoint, the old one or the new one, whoever is killed. Only a
+// their world. Rank 0 completes data/ and moves it to its final name by one system call: it renames
+// data/ if there is no TARGET, else it exchanges the two, and removes the old one afterwards. So at
+// any moment TARGET is a complete checkpoint, the old one or the new one, whoever is killed. Only a
 // file system that cannot exchange (some network ones) has a moment without TARGET. The old one is
 // in old/ then.
 //
@@ -73,7 +73,7 @@ struct PublicationSteps {
   std::function<std::string()> write;
   /// Called on rank 0 when all ranks have written. Writes the file that makes theirs a checkpoint.
   std::function<void(const std::vector<std::string>& texts)> finish;
-  /// Called on rank 0 when the checkpoint is in place. May be empty.
+  /// Called on rank 0 when the checkpoint is complete. May be empty.
   std::function<void()> after = {};
 };
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/text.h"
 #include "checkpoint/json_text.h"
 
 namespace fsdp::detail {
@@ -64,12 +65,6 @@ SafetensorsEntry parse_entry(
   return entry;
 }
 
-void sort_by_offset(std::vector<SafetensorsEntry>& entries) {
-  std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) {
-    return a.offset != b.offset ? a.offset < b.offset : a.bytes() < b.bytes();
-  });
-}
-
 } // namespace
 
 std::optional<std::string> find_dtype_name(at::ScalarType dtype) {
@@ -126,10 +121,7 @@ int64_t safetensors_data_offset(
   FSDP_CHECK_AS(
       CheckpointError, first_bytes.size() >= kLengthBytes && file_bytes >= kLengthBytes, file,
       " has ", file_bytes, " bytes: too few for a safetensors file");
-  uint64_t length = 0;
-  for (int i = kLengthBytes; i-- > 0;) {
-    length = length << 8 | static_cast<unsigned char>(first_bytes[static_cast<size_t>(i)]);
-  }
+  const auto length = little_endian(first_bytes.substr(0, kLengthBytes));
   FSDP_CHECK_AS(
       CheckpointError, length <= kMaxHeaderBytes, file, " says that its header has ", length,
       " bytes: it is not a safetensors file, or broken");
@@ -162,7 +154,9 @@ SafetensorsHeader parse_safetensors(
   FSDP_CHECK_AS(
       CheckpointError, tape.root().is(JsonTape::Kind::Object), file,
       ": its header is not a JSON object");
-  sort_by_offset(header.entries);
+  std::sort(header.entries.begin(), header.entries.end(), [](const auto& a, const auto& b) {
+    return a.offset != b.offset ? a.offset < b.offset : a.bytes() < b.bytes();
+  });
   int64_t end = data_offset;
   for (const auto& entry : header.entries) {
     FSDP_CHECK_AS(

@@ -4,7 +4,6 @@
 
 #include <fsdp/checkpoint.h>
 
-#include "base/check.h"
 #include "checkpoint/hf_layout.h"
 #include "checkpoint/name_rules.h"
 #include "checkpoint/writer.h"

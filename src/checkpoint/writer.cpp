@@ -139,7 +139,7 @@ SafetensorsHeader shard_header(
   info += info.empty() ? "{}" : "}";
   return {
       std::move(entries),
-      {{"DCP_SHARDING_INFO", std::move(info)}, {"DCP_VERSION", "1.0"}, {"format", "pt"}}};
+      {{kShardingInfo, std::move(info)}, {"DCP_VERSION", "1.0"}, {"format", "pt"}}};
 }
 
 SaveJob begin_save(

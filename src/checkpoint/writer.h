@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <filesystem>
 #include <functional>
 #include <map>
 #include <string>
@@ -32,7 +31,7 @@ struct SeriesSteps {
   std::string leftovers = {};
   /// Returns the time of the newest checkpoint in the series.
   std::function<int64_t()> newest_time = {};
-  /// Called when the checkpoint is in place.
+  /// Called when the checkpoint is complete.
   std::function<void()> after = {};
 };
 

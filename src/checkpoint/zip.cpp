@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/text.h"
 #include "checkpoint/crc32c.h"
 
 namespace fsdp::detail {
@@ -29,11 +30,7 @@ constexpr int64_t kMaxDirectoryBytes = int64_t{64} << 20;
 constexpr int64_t kWindowBytes = 4096;
 
 uint64_t number_at(std::string_view bytes, size_t offset, size_t count) {
-  uint64_t result = 0;
-  for (size_t i = count; i-- > 0;) {
-    result = result << 8 | static_cast<unsigned char>(bytes[offset + i]);
-  }
-  return result;
+  return little_endian(bytes.substr(offset, count));
 }
 
 /// Replaces numbers that lie elsewhere by those in the entry's extra fields. Returns false if they

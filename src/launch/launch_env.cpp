@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <numeric>
 #include <utility>
 
 #include "base/check.h"
@@ -155,6 +154,14 @@ ReadLauncher find_launcher(const Reader& env) {
   return nullptr;
 }
 
+/// The message begins with `who`.
+void check_ranks(const LaunchEnv& launch, const std::string& who) {
+  FSDP_CHECK_AS(
+      ConfigError, launch.world_size >= 1 && launch.rank >= 0 && launch.rank < launch.world_size,
+      who, ": rank ", launch.rank, " of ", launch.world_size,
+      ": ranks count from 0 and end below the world size");
+}
+
 } // namespace
 
 bool LaunchEnv::one_machine() const {
@@ -172,14 +179,18 @@ LaunchEnv read_launch_env(const GetEnv& get) {
   auto launch = read ? read(env) : LaunchEnv();
   launch.master_addr = env.text("MASTER_ADDR", launch.master_addr);
   launch.master_port = env.port("MASTER_PORT", launch.master_port);
-  check_rank_in_world(launch.launcher, launch.rank, launch.world_size);
+  check_ranks(launch, launch.launcher);
   return launch;
 }
 
-void check_rank_in_world(const std::string& who, int rank, int world_size) {
-  FSDP_CHECK_AS(
-      ConfigError, world_size >= 1 && rank >= 0 && rank < world_size, who, ": rank ", rank, " of ",
-      world_size, ": ranks count from 0 and end below the world size");
+void override_ranks(LaunchEnv& launch, const InitOptions& options, const std::string& backend) {
+  if (options.rank >= 0) {
+    launch.rank = options.rank;
+  }
+  if (options.world_size >= 0) {
+    launch.world_size = options.world_size;
+  }
+  check_ranks(launch, "backend " + backend);
 }
 
 void require_master(LaunchEnv& launch) {

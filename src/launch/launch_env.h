@@ -4,6 +4,8 @@
 #include <optional>
 #include <string>
 
+#include <fsdp/init_options.h>
+
 namespace fsdp::detail {
 
 /// The values that a launcher gave this process through environment variables.
@@ -32,9 +34,9 @@ std::optional<std::string> process_env(const std::string& name);
 /// names the variable if one is missing or wrong.
 LaunchEnv read_launch_env(const GetEnv& get);
 
-/// Throws ConfigError unless `rank` is a rank of a world of `world_size`. The
-/// message begins with `who`.
-void check_rank_in_world(const std::string& who, int rank, int world_size);
+/// Replaces the rank and the world size by those that `options` give. Throws ConfigError that names
+/// `backend` unless the rank is one of that world.
+void override_ranks(LaunchEnv& launch, const InitOptions& options, const std::string& backend);
 
 /// Completes the address and port of the store. Throws ConfigError that says which
 /// variable to set if the host of rank 0 is unknown.

@@ -11,17 +11,6 @@ namespace {
 
 constexpr auto kAnswerWithin = std::chrono::milliseconds(500);
 
-struct Address {
-  explicit Address(const std::string& endpoint) {
-    const auto parts = split(endpoint, ' ');
-    host = parts.at(0);
-    port = static_cast<uint16_t>(parse_int(parts.at(1), "a peer's port"));
-  }
-
-  std::string host;
-  uint16_t port = 0;
-};
-
 } // namespace
 
 Liveness::Liveness(const std::string& address)
@@ -31,13 +20,14 @@ std::string Liveness::endpoint() const {
   return address_ + " " + std::to_string(listener_.port);
 }
 
-void Liveness::set_peers(std::vector<std::string> endpoints) {
-  endpoints_ = std::move(endpoints);
-  connections_.resize(endpoints_.size());
+void Liveness::set_peers(const std::vector<std::string>& endpoints) {
+  connections_.resize(endpoints.size());
   std::vector<Fd> begun; // closed at the end: is_gone connects again
-  for (const auto& endpoint : endpoints_) {
-    const Address peer(endpoint);
-    begun.push_back(begin_connect(peer.host, peer.port));
+  for (const auto& endpoint : endpoints) {
+    const auto parts = split(endpoint, ' ');
+    const auto port = static_cast<uint16_t>(parse_int(parts.at(1), "a peer's port"));
+    peers_.push_back({parts[0], port});
+    begun.push_back(begin_connect(parts[0], port));
   }
   const auto deadline = std::chrono::steady_clock::now() + kAnswerWithin;
   for (const auto& connection : begun) {
@@ -67,15 +57,14 @@ bool Liveness::is_gone(int rank) {
   close_accepted();
   auto& connection = connections_.at(index);
   if (!is_connected(connection)) {
-    const Address peer(endpoints_[index]);
-    connection = connect_to(peer.host, peer.port, kAnswerWithin);
+    connection = connect_to(peers_[index].host, peers_[index].port, kAnswerWithin);
   }
   return connection.get() < 0;
 }
 
 std::vector<int> Liveness::gone() {
   std::vector<int> ranks;
-  for (int rank = 0; rank < static_cast<int>(endpoints_.size()); ++rank) {
+  for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {
     if (is_gone(rank)) {
       ranks.push_back(rank);
     }

@@ -23,7 +23,7 @@ class Liveness {
 
   /// `endpoints[r]` belongs to rank r. Must be called once, before `is_gone` and
   /// `gone`, while all ranks are alive.
-  void set_peers(std::vector<std::string> endpoints);
+  void set_peers(const std::vector<std::string>& endpoints);
 
   /// Returns true if the rank no longer answers. Cheap to call often, because the
   /// connection to the rank is kept.
@@ -35,8 +35,8 @@ class Liveness {
 
   const std::string address_;
   const Listener listener_;
-  std::vector<std::string> endpoints_;
-  std::vector<bool> answered_; // by rank: whether it answered in set_peers
+  std::vector<Endpoint> peers_; // by rank
+  std::vector<bool> answered_;  // by rank: whether it answered in set_peers
   std::mutex mutex_;
   std::vector<Fd> connections_; // by rank; -1: none
 };

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <map>
@@ -16,6 +15,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/check.h"
+#include "base/files.h"
 #include "base/text.h"
 #include "launch/socket.h"
 #include "launch/tcp_store.h"
@@ -35,10 +35,10 @@ c10::intrusive_ptr<c10d::Store> file_store(const std::string& url, int world_siz
   FSDP_CHECK_AS(
       ConfigError, !path.empty() && path.front() == '/', "init_method '", url,
       "' must be file:// and an absolute path");
-  const auto folder = std::filesystem::path(path).parent_path();
+  const auto folder = Path(path).parent_path();
   FSDP_CHECK_AS(
-      ConfigError, std::filesystem::is_directory(folder), "init_method '", url,
-      "': there is no folder ", folder.string());
+      ConfigError, is_folder(folder), "init_method '", url, "': there is no folder ",
+      folder.string());
   return c10::make_intrusive<c10d::FileStore>(path, world_size);
 }
 
@@ -47,9 +47,7 @@ c10::intrusive_ptr<c10d::Store> file_store(const std::string& url, int world_siz
 std::string machine_id() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  std::error_code error;
-  const auto network = std::filesystem::read_symlink("/proc/self/ns/net", error);
-  return boot + network.string();
+  return boot + link_target("/proc/self/ns/net");
 }
 
 /// An all-gather of strings through the store. Rank 0 collects the values, so that
@@ -165,7 +163,7 @@ void claim_rank(c10d::Store& store, int rank, const std::string& init_method) {
   FSDP_CHECK_AS(
       CommError, store.add("claim/" + std::to_string(rank), 1) == 1, "rank ", rank,
       " is taken: two processes were started with it",
-      init_method.rfind("file://", 0) == 0
+      init_method.starts_with("file://")
           ? ", or " + init_method + " is left over from an earlier run and must be removed"
           : "");
 }
@@ -211,11 +209,10 @@ void verify_world(
   rendezvous.store = c10::make_intrusive<c10d::PrefixStore>(
       c10::str("fsdp/", launch.attempt, "/", generation++), rendezvous.store);
   rendezvous.store->setTimeout(options.timeout);
-  claim_rank(*rendezvous.store, rendezvous.rank, options.init_method);
+  claim_rank(*rendezvous.store, launch.rank, options.init_method);
 
-  const auto agreed = c10::str("world size ", rendezvous.world_size, ", backend ", backend);
-  StoreAllGather all_gather(
-      *rendezvous.store, rendezvous.rank, rendezvous.world_size, options.timeout);
+  const auto agreed = c10::str("world size ", launch.world_size, ", backend ", backend);
+  StoreAllGather all_gather(*rendezvous.store, launch.rank, launch.world_size, options.timeout);
   const auto disagreement = [&](int rank, const std::string& value) -> std::string {
     const auto theirs = split(value, '|').front();
     return theirs == agreed
@@ -226,8 +223,8 @@ void verify_world(
   const auto machines = all_gather("hello", agreed + "|" + machine_id(), disagreement);
   const auto rank0 = split(machines[0], '|').front();
   FSDP_CHECK_AS(
-      CommError, rank0 == agreed, "the ranks disagree: rank 0 has ", rank0, ", rank ",
-      rendezvous.rank, " has ", agreed);
+      CommError, rank0 == agreed, "the ranks disagree: rank 0 has ", rank0, ", rank ", launch.rank,
+      " has ", agreed);
 
   all_gather("same", to_line(options.same), [&](int rank, const std::string& line) {
     const auto found = differences(options.same, rank, line);
@@ -244,40 +241,33 @@ void verify_world(
 
 } // namespace
 
-Rendezvous rendezvous(
-    const InitOptions& options, const std::string& backend, const LaunchEnv& launch) {
+Rendezvous rendezvous(const InitOptions& options, const std::string& backend, LaunchEnv launch) {
   Rendezvous rendezvous;
-  rendezvous.rank = options.rank >= 0 ? options.rank : launch.rank;
-  rendezvous.world_size = options.world_size >= 0 ? options.world_size : launch.world_size;
-  rendezvous.local_rank = launch.local_rank;
-  check_rank_in_world("backend " + backend, rendezvous.rank, rendezvous.world_size);
-  if (rendezvous.world_size == 1) {
+  rendezvous.rank = launch.rank;
+  if (launch.world_size == 1) {
     return rendezvous;
   }
 
   Endpoint master;
-  c10::intrusive_ptr<c10d::Store> store;
+  auto& store = rendezvous.store;
   const auto tcp_store = [&](bool serve, bool one_machine) {
     return serve ? serve_store(master, one_machine) : connect_store(master, options.timeout);
   };
   const auto& method = options.init_method;
-  if (method.rfind("tcp://", 0) == 0) {
+  if (method.starts_with("tcp://")) {
     master = parse_endpoint(method.substr(std::string("tcp://").size()), "init_method tcp://");
-    store = tcp_store(rendezvous.rank == 0, is_loopback(master.host));
-  } else if (method.rfind("file://", 0) == 0) {
-    store = file_store(method, rendezvous.world_size);
+    store = tcp_store(launch.rank == 0, is_loopback(master.host));
+  } else if (method.starts_with("file://")) {
+    store = file_store(method, launch.world_size);
   } else {
     FSDP_CHECK_AS(
         ConfigError, method == "env://", "init_method '", method,
         "' is none of env://, tcp://host:port, file:///path");
-    auto address = launch;
-    address.world_size = rendezvous.world_size; // the options may override the launcher's
-    require_master(address);
-    master = {address.master_addr, static_cast<uint16_t>(address.master_port)};
-    store = tcp_store(rendezvous.rank == 0 && !address.agent_store, address.one_machine());
+    require_master(launch);
+    master = {launch.master_addr, static_cast<uint16_t>(launch.master_port)};
+    store = tcp_store(launch.rank == 0 && !launch.agent_store, launch.one_machine());
   }
 
-  rendezvous.store = std::move(store);
   try {
     verify_world(rendezvous, options, backend, launch, master.host);
   } catch (const CommError&) {
@@ -286,8 +276,8 @@ Rendezvous rendezvous(
     throw;
   } catch (...) {
     FSDP_THROW(
-        CommError, "rank ", rendezvous.rank,
-        " lost the store while the ranks met: has rank 0 ended? (", current_exception_text(), ")");
+        CommError, "rank ", launch.rank, " lost the store while the ranks met: has rank 0 ended? (",
+        current_exception_text(), ")");
   }
   return rendezvous;
 }

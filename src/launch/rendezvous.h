@@ -2,10 +2,8 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <chrono>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include <fsdp/init_options.h>
 
@@ -18,17 +16,14 @@ namespace fsdp::detail {
 struct Rendezvous {
   c10::intrusive_ptr<c10d::Store> store; // null in a world of one
   int rank = 0;
-  int world_size = 1;
-  int local_rank = 0;
   std::string address;                // under which the peers reach this rank
   std::shared_ptr<Liveness> liveness; // null in a world of one
 };
 
 /// Waits for the other ranks and checks that all have the same world size and
-/// backend. `launch` has the values that `options` leave open. If all ranks run on
+/// backend. The rank and the world size are those of `launch`. If all ranks run on
 /// one machine, they listen on the loopback address only. Collective. Throws
 /// ConfigError or CommError.
-Rendezvous rendezvous(
-    const InitOptions& options, const std::string& backend, const LaunchEnv& launch);
+Rendezvous rendezvous(const InitOptions& options, const std::string& backend, LaunchEnv launch);
 
 } // namespace fsdp::detail

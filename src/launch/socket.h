@@ -11,6 +11,11 @@ namespace fsdp::detail {
 /// Returns true if `host` is "localhost" or a loopback address.
 bool is_loopback(const std::string& host);
 
+struct Endpoint {
+  std::string host;
+  uint16_t port = 0;
+};
+
 struct Listener {
   Fd fd;
   uint16_t port = 0;

@@ -13,7 +13,6 @@
 
 #include "base/check.h"
 #include "base/text.h"
-#include "launch/socket.h"
 
 namespace fsdp::detail {
 

@@ -3,15 +3,11 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
-#include <cstdint>
 #include <string>
 
-namespace fsdp::detail {
+#include "launch/socket.h"
 
-struct Endpoint {
-  std::string host;
-  uint16_t port = 0;
-};
+namespace fsdp::detail {
 
 /// Parses "host:port" or "[v6 address]:port". Errors name `what`.
 Endpoint parse_endpoint(const std::string& text, const std::string& what);

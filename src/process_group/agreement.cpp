@@ -4,7 +4,6 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
-#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <exception>

@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "base/check.h"
 #include "process_group/gather_plan.h"
 
 namespace fsdp::detail {

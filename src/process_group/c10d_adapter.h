@@ -2,7 +2,6 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include <memory>
 #include <string>
 
 #include "process_group/collective_call.h"

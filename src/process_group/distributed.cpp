@@ -33,34 +33,16 @@ std::string pick_backend(const std::string& asked) {
   return asked;
 }
 
-struct RankAndSize {
-  int rank = 0;
-  int world_size = 1;
-};
-
-/// Returns the rank and world size for a backend without a rendezvous. `otherwise` has the values
-/// that `options` leave open.
-RankAndSize rank_and_size_of(const InitOptions& options, RankAndSize otherwise) {
-  const RankAndSize result{
-      options.rank < 0 ? otherwise.rank : options.rank,
-      options.world_size < 0 ? otherwise.world_size : options.world_size};
-  detail::check_rank_in_world("backend " + options.backend, result.rank, result.world_size);
-  return result;
-}
-
 std::shared_ptr<RankContext> join_processes(
-    const InitOptions& options, const std::string& backend) {
-  auto rendezvous =
-      detail::rendezvous(options, backend, detail::read_launch_env(detail::process_env));
-  const auto world_size = rendezvous.world_size;
-  const auto local_rank = rendezvous.local_rank;
+    const InitOptions& options, const std::string& backend, const detail::LaunchEnv& launch) {
+  auto rendezvous = detail::rendezvous(options, backend, launch);
   if (backend == "nccl") {
-    detail::use_gpu(local_rank);
+    detail::use_gpu(launch.local_rank);
   }
   auto factory = std::make_shared<detail::StoreFactory>(
       std::move(rendezvous), backend, options.timeout,
       backend == "nccl" ? detail::make_nccl : detail::make_gloo);
-  return detail::make_context(std::move(factory), world_size, local_rank);
+  return detail::make_context(std::move(factory), launch.world_size, launch.local_rank);
 }
 
 /// The process that joined a world. A forked child must not end its parent's groups.
@@ -98,16 +80,17 @@ void init_process_group(const InitOptions& options) {
   FSDP_CHECK_AS(
       ConfigError, options.timeout.count() > 0, "the timeout must be positive, not ",
       options.timeout.count(), " ms");
+  // Launchers start processes, so threads do not take their ranks.
+  auto launch =
+      backend == "threads" ? detail::LaunchEnv() : detail::read_launch_env(detail::process_env);
+  detail::override_ranks(launch, options, backend);
   if (backend == "threads") {
-    const auto [rank, size] = rank_and_size_of(options, {});
-    detail::join_thread_world(options, rank, size);
+    detail::join_thread_world(options, launch.rank, launch.world_size);
   } else if (backend == "fake") {
-    const auto launch = detail::read_launch_env(detail::process_env);
-    const auto [rank, size] = rank_and_size_of(options, {launch.rank, launch.world_size});
-    detail::set_process_context(
-        detail::make_context(std::make_shared<detail::FakeFactory>(rank), size, rank));
+    detail::set_process_context(detail::make_context(
+        std::make_shared<detail::FakeFactory>(launch.rank), launch.world_size, launch.rank));
   } else {
-    detail::set_process_context(join_processes(options, backend));
+    detail::set_process_context(join_processes(options, backend, launch));
     joined_by = getpid();
     // Not by the destructor of a static variable: CUDA may be gone by then.
     static const int at_exit = std::atexit(leave_at_exit);

@@ -8,7 +8,6 @@
 #include <system_error>
 #include <thread>
 
-#include "base/check.h"
 #include "base/text.h"
 #include "launch/liveness.h"
 #include "process_group/agreement.h"

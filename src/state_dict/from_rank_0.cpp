@@ -4,7 +4,6 @@
 #include <fsdp/distributed.h>
 
 #include <cstring>
-#include <utility>
 #include <vector>
 
 #include <nlohmann/json.hpp>

@@ -16,9 +16,7 @@ using detail::Entry;
 std::vector<Entry> entries_of(torch::nn::Module& root, bool ignore_frozen, bool setting) {
   std::vector<Entry> entries;
   detail::walk(root, [&](const std::string& prefix, torch::nn::Module& module) {
-    const auto name = [&](const std::string& own) {
-      return prefix.empty() ? own : prefix + "." + own;
-    };
+    const auto name = [&](const std::string& own) { return detail::join_names(prefix, own); };
     for (const auto& item : module.named_parameters(/*recurse=*/false)) {
       const auto& param = item.value();
       const bool ignored = ignore_frozen && !param.requires_grad();

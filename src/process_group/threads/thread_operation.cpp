@@ -5,6 +5,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 
@@ -97,14 +98,10 @@ ThreadCall::ThreadCall(CollectiveCall made) : call(std::move(made)) {
 
 std::string ThreadOperation::mismatch(
     const std::vector<ThreadCall>& calls, const std::vector<int>& world_ranks) {
-  bool ok = true;
-  for (const auto& other : calls) {
-    ok = ok && fits(calls.front().call, other.call);
-  }
-  if (ok && calls.front().call.kind == CollectiveKind::AllToAll) {
-    ok = parts_fit(calls);
-  }
-  if (ok) {
+  const auto& first = calls.front().call;
+  const bool all_fit = std::all_of(
+      calls.begin(), calls.end(), [&](const auto& other) { return fits(first, other.call); });
+  if (all_fit && (first.kind != CollectiveKind::AllToAll || parts_fit(calls))) {
     return "";
   }
   std::vector<std::string> lines;

@@ -3,17 +3,21 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <c10/core/AutogradState.h>
+#include <fsdp/distributed.h>
 
 #include <algorithm>
 #include <exception>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/check.h"
+#include "process_group/rank_context.h"
 #include "process_group/threads/thread_backend.h"
+#include "process_group/threads/thread_world.h"
 
 namespace fsdp {
 
@@ -21,24 +25,9 @@ namespace detail {
 
 namespace {
 
-/// A thread's membership in a world: the constructor joins, the destructor leaves.
-struct ThreadMembership {
-  ThreadMembership(std::shared_ptr<ThreadWorld> joined, int as_rank)
-      : world(std::move(joined)), rank(as_rank) {
-    world->enter(rank);
-  }
-  ~ThreadMembership() {
-    world->leave(rank);
-  }
-  ThreadMembership(const ThreadMembership&) = delete;
-  ThreadMembership& operator=(const ThreadMembership&) = delete;
-
-  const std::shared_ptr<ThreadWorld> world;
-  const int rank;
-};
-
 void become_rank(const std::shared_ptr<ThreadWorld>& world, int rank, bool from_run_ranks) {
-  auto membership = std::make_shared<ThreadMembership>(world, rank);
+  world->enter(rank);
+  std::shared_ptr<void> membership(world.get(), [world, rank](void*) { world->leave(rank); });
   auto context = make_context(std::make_shared<ThreadFactory>(world, rank), world->size(), rank);
   context->membership = std::move(membership);
   context->from_run_ranks = from_run_ranks;

@@ -1,11 +1,6 @@
 #pragma once
 
-#include <memory>
-
-#include <fsdp/distributed.h>
-
-#include "process_group/rank_context.h"
-#include "process_group/threads/thread_world.h"
+#include <fsdp/init_options.h>
 
 namespace fsdp::detail {
 
