@@ -20,6 +20,7 @@
 #include "base/check.h"
 #include "param/param_placement.h"
 #include "process_group/rank_context.h"
+#include "runtime/object_in_use.h"
 
 namespace fsdp::optim {
 
@@ -325,6 +326,7 @@ class StepInBackward::Updates {
   }
 
   torch::optim::Optimizer& optimizer_;
+  const std::shared_ptr<const void> optimizer_in_use_ = detail::mark_in_use(&optimizer_);
   StepOnSome step_on_;
   const BeforeUpdate before_update_;
   const std::weak_ptr<detail::RankContext> rank_ = detail::current_context();

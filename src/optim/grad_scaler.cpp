@@ -21,6 +21,7 @@
 
 #include "param/fsdp_param.h"
 #include "param/param_placement.h"
+#include "runtime/object_in_use.h"
 
 namespace fsdp {
 namespace {
@@ -137,6 +138,10 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!options_.enabled) {
     return;
   }
+  TORCH_CHECK(
+      !detail::is_in_use(&optimizer),
+      "[GradScaler] a StepInBackward updates the parameters of this optimizer in backward, before "
+      "all gradients are known; without it, call step() after backward");
   check_scale("unscale_");
   if (const auto known = optimizers_.find(&optimizer); known != optimizers_.end()) {
     TORCH_CHECK(

@@ -2,6 +2,7 @@
 
 #include <c10/core/CPUAllocator.h>
 
+#include <atomic>
 #include <cstddef>
 #include <new>
 
@@ -35,12 +36,17 @@ void free_block(void* data) {
 
 class CountingAllocator : public c10::Allocator {
  public:
-  explicit CountingAllocator(c10::Allocator& inner) : inner_(inner) {}
+  explicit CountingAllocator(c10::Allocator* inner) : inner_(inner) {}
+
+  /// Takes memory from this allocator from now on.
+  void set_inner(c10::Allocator* inner) {
+    inner_ = inner;
+  }
 
   c10::DataPtr allocate(size_t nbytes) override {
     std::byte* data = nullptr;
     if (nbytes > 0) {
-      auto block = inner_.allocate(kHeaderBytes + nbytes);
+      auto block = inner_.load()->allocate(kHeaderBytes + nbytes);
       data = static_cast<std::byte*>(block.get()) + kHeaderBytes;
       auto* header = new (block.get())
           Header{&memory_counter(), nbytes, block.get_context(), block.get_deleter()};
@@ -53,12 +59,16 @@ class CountingAllocator : public c10::Allocator {
     return &free_block;
   }
   void copy_data(void* dest, const void* src, size_t count) const override {
-    inner_.copy_data(dest, src, count);
+    inner_.load()->copy_data(dest, src, count);
   }
 
  private:
-  c10::Allocator& inner_;
+  std::atomic<c10::Allocator*> inner_;
 };
+
+/// Made when the library is loaded: torch gives it to other threads without synchronising with
+/// them. Never freed, because blocks may outlive all static objects.
+CountingAllocator& counting_allocator = *new CountingAllocator(c10::GetCPUAllocator());
 
 } // namespace
 
@@ -96,9 +106,10 @@ void count_memory_of_thread(MemoryCounter* counter) {
 
 void count_cpu_memory() {
   // Existing tensors keep their own deleters. Has the highest priority, because torch ignores an
-  // allocator with a lower priority than the installed one. Never freed.
+  // allocator with a lower priority than the installed one.
   static const bool installed = [] {
-    c10::SetCPUAllocator(new CountingAllocator(*c10::GetCPUAllocator()), /*priority=*/UINT8_MAX);
+    counting_allocator.set_inner(c10::GetCPUAllocator());
+    c10::SetCPUAllocator(&counting_allocator, /*priority=*/UINT8_MAX);
     return true;
   }();
   (void)installed;
