@@ -339,8 +339,8 @@ void FlatParams::check_on_host() const {
   TORCH_CHECK(
       elsewhere.empty(),
       "[fully_shard] FSDP parameters should be materialized on CPU when enabling CPU offloading; "
-      "do "
-      "not move the module after fully_shard, load a state dict of the CPU, or to_empty it there. "
+      "do not move the module after fully_shard, load a state dict of the CPU, or to_empty it "
+      "there. "
       "Found following parameters on non-CPU device: [",
       join(elsewhere), "]");
 }

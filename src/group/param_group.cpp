@@ -308,7 +308,11 @@ void FSDPParamGroup::check_no_step() {
 
 void FSDPParamGroup::post_forward() {
   const Range range("post_forward", label_);
-  if (at::GradMode::is_enabled() || ranks_after_forward_ == size() || kept_for_graph_) {
+  if (kept_for_graph_ && !at::GradMode::is_enabled()) {
+    flat_.show_to_users(Face::Sharded); // with the gradients of the backward that made the graph
+    return;
+  }
+  if (at::GradMode::is_enabled() || ranks_after_forward_ == size()) {
     reshard(ReshardAfter::Forward);
     return;
   }
@@ -348,8 +352,8 @@ void FSDPParamGroup::post_backward(bool is_last, bool keep) {
       reducer_->accumulate();
     }
   }
-  kept_for_graph_ |= keep;
-  if (kept_for_graph_) {
+  kept_for_graph_ |= keep && state_ == ParamsState::Unsharded;
+  if (kept_for_graph_ || keep) {
     // The backward of this backward's graph needs the whole parameters.
   } else if (reshard_after_backward) {
     const Range resharding("post_backward_reshard", label_);
