@@ -67,8 +67,8 @@ def prepare() -> None:
         fsdp_cpp.patch_torch()
 
 
-def run(arguments: list[str], options: argparse.Namespace) -> tuple[int | None, str]:
-    """Runs this script in a process of its own. Returns no exit code if that takes too long."""
+def run(arguments: list[str], options: argparse.Namespace, tests: int = 1) -> tuple[int | None, str]:
+    """Runs this script in a process of its own. Returns no exit code if that takes longer than so many tests may."""
     environment = {"FSDP_TEST_WORLD": str(options.world), "FSDP_TEST_ENGINE": options.engine, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, __file__, *arguments],
@@ -80,7 +80,7 @@ def run(arguments: list[str], options: argparse.Namespace) -> tuple[int | None, 
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=options.limit)
+        output, _ = process.communicate(timeout=tests * options.limit)
         return process.returncode, output
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # its ranks, too
@@ -91,7 +91,7 @@ def list_tests(files: list[str]) -> None:
     for file in files:
         try:
             importlib.import_module(file)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             print(f"{file}.py cannot be imported: {error}")
             continue
         for suite in unittest.defaultTestLoader.loadTestsFromName(file):
@@ -123,9 +123,10 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder.resolve()), *sys.path[1:]])
 
     results: dict[str, str] = {}
-    code, listing = run(["--list", *sorted(file.stem for file in folder.glob("test_fully_shard_*.py"))], options)
+    files = sorted(file.stem for file in folder.glob("test_fully_shard_*.py"))
+    code, listing = run(["--list", *files], options, tests=len(files))
     if code != 0:
-        print(f"The tests cannot be listed within {options.limit} s:\n{listing}")
+        print(f"The tests cannot be listed:\n{listing}")
         return 1
     for line in re.findall(r"^\S+ cannot be imported: .*$", listing, re.M):
         print(line, flush=True)
