@@ -272,7 +272,7 @@ std::vector<Turn> ChatForm::turns(const std::vector<Message>& messages) const {
   const bool has_system = merges && !messages.empty() && messages[0].role == "system";
   const auto first = static_cast<size_t>(has_system);
   const auto last = messages.size() - 1;
-  const auto place = system_place == System::kFirstTurn ? first : last;
+  const auto position = system_place == System::kFirstTurn ? first : last;
   check_config(
       !has_system || system_place != System::kLastTurn || messages[last].role != "assistant",
       "has a message of the system, which the template of the model leaves out unless the last "
@@ -290,7 +290,7 @@ std::vector<Turn> ChatForm::turns(const std::vector<Message>& messages) const {
         ", but in this model's template user and assistant speak in turn, and the user begins");
     const auto& speaker = role == "user" ? user : role == "system" ? system : assistant;
     auto words = speaker.trims ? trimmed(content) : content;
-    if (has_system && i == place) {
+    if (has_system && i == position) {
       words = messages[0].content + "\n\n" + words;
     }
     result.push_back(

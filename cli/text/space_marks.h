@@ -56,7 +56,7 @@ struct SpaceMarks {
   }
 
  private:
-  /// Whether a word begins at this place, which is not the first one.
+  /// Whether a word begins at this position, which is not the first one.
   bool is_border(std::string_view text, size_t at) const;
 };
 
@@ -66,9 +66,9 @@ std::string without_marks(std::string_view text, std::string_view space);
 // Note [Words between marks]
 // SentencePiece learns its vocabulary word by word. So in a token, marks come first; or the token
 // has only marks. Then no merge joins a mark to another character before it, and the parts of a
-// text on both sides of such a place have the same tokens alone as together. So a text becomes
+// text on both sides of such a position have the same tokens alone as together. So a text becomes
 // words, of which most were seen before, even if the tokenizer does not divide it. The reader
-// checks this in the merges. If one of them goes over such a place, or if `ignore_merges` looks up
-// whole words, a text that the tokenizer does not divide stays whole.
+// checks this in the merges. If one of them goes over such a position, or if `ignore_merges` looks
+// up whole words, a text that the tokenizer does not divide stays whole.
 
 } // namespace fsdp::cli

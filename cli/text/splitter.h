@@ -26,7 +26,7 @@ class Splitter {
   std::vector<std::shared_ptr<const Pattern>> patterns_;
 };
 
-/// The place of the first byte that is not UTF-8, if there is one.
+/// The position of the first byte that is not UTF-8, if there is one.
 std::optional<size_t> first_not_utf8(std::string_view text);
 
 /// The text with composed characters (NFC): one for the letter and its accent.

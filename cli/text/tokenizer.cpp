@@ -190,7 +190,7 @@ std::vector<std::string_view> Tokenizer::cut(std::string_view text, size_t size)
     return !is_space(text, line_end + 1) && (after_word || !parts_->cuts_after_words);
   };
   std::vector<std::string_view> result;
-  size_t from = size; // no line end before this place
+  size_t from = size; // no line end before this position
   while (parts_->can_cut && text.size() > size) {
     const auto line_end = text.find('\n', std::max<size_t>(from, 1));
     if (line_end == std::string_view::npos || line_end + 1 == text.size()) {

@@ -26,7 +26,8 @@ class Tokenizer {
 
   /// The tokens of a text, without those of the template. If it is a later part of a text, `before`
   /// is what lies before it: a tokenizer may put a space before the first part only. No token goes
-  /// over the border. Throws ConfigError that names the place of the byte if the text is not UTF-8.
+  /// over the border. Throws ConfigError that names the position of the byte if the text is not
+  /// UTF-8.
   std::vector<int64_t> encode(std::string_view text, std::string_view before = {}) const;
   /// The folder that it was read from.
   const std::string& folder() const;

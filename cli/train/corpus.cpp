@@ -90,7 +90,7 @@ int64_t sum_over(const Sets& sets, const Of& of) {
   return sum;
 }
 
-/// In which part `index` is, if the parts have so many members, and its place there.
+/// In which part `index` is, if the parts have so many members, and its position there.
 std::pair<size_t, int64_t> part_of(int64_t index, const std::vector<int64_t>& counts) {
   size_t part = 0;
   while (index >= counts[part]) {
@@ -239,8 +239,8 @@ Corpus::Turn Corpus::make_turn(int64_t number, uint64_t seed) const {
     sets.insert(sets.end(), static_cast<size_t>(counts[set]), set);
   }
   Turn turn{number, {}};
-  for (int64_t place = 0; place < kTurn; ++place) {
-    const auto set = sets[static_cast<size_t>(permuted(place, kTurn, key))];
+  for (int64_t position = 0; position < kTurn; ++position) {
+    const auto set = sets[static_cast<size_t>(permuted(position, kTurn, key))];
     turn.rows.push_back({set, next[set]++});
   }
   return turn;
@@ -251,8 +251,8 @@ torch::Tensor Corpus::held_out_rows(
   auto rows = torch::empty({count, context + 1}, torch::kLong);
   const auto counts = divided(total);
   for (int64_t row = 0; row < count; ++row) {
-    const auto [set, place] = part_of(first + row, counts);
-    sets_[set].data.held_out_row(place, counts[set], context, rows[row].data_ptr<int64_t>());
+    const auto [set, position] = part_of(first + row, counts);
+    sets_[set].data.held_out_row(position, counts[set], context, rows[row].data_ptr<int64_t>());
   }
   return rows;
 }
@@ -269,8 +269,8 @@ torch::Tensor Corpus::rows_of_all(int64_t first, int64_t count, int64_t context)
   }
   const auto end = std::min(count, num_rows(context) - first);
   for (int64_t row = 0; row < end; ++row) {
-    const auto [set, place] = part_of(first + row, counts);
-    sets_[set].data.row_of_all(place, context, rows[row].data_ptr<int64_t>());
+    const auto [set, position] = part_of(first + row, counts);
+    sets_[set].data.row_of_all(position, context, rows[row].data_ptr<int64_t>());
   }
   return rows;
 }

@@ -117,7 +117,7 @@ TokenLayout megatron_layout(const MappedFile& file, const std::string& index_pat
       code == 1 || code == 4 || code == 5 || code == 8, "--data: ", index_path,
       " says that tokens have type ", int{code},
       " of Megatron; uint8 (1), int32 (4), int64 (5) and uint16 (8) can be read");
-  // A length and a place for each sequence, and a number for each document.
+  // A length and an offset for each sequence, and a number for each document.
   const auto rest = index.size() - kHeader;
   check_config(
       index.at<int64_t>(9) == 1 && sequences >= 0 && sequences <= rest / 12 && documents >= 0 &&
@@ -127,10 +127,10 @@ TokenLayout megatron_layout(const MappedFile& file, const std::string& index_pat
   for (int64_t i = 0; i < sequences; ++i) {
     const auto length = index.at<int32_t>(kHeader + 4 * i);
     check_config(length >= 0, "--data: ", index_path, ": sequence ", i, " has the length ", length);
-    const auto place = index.at<int64_t>(kHeader + 4 * sequences + 8 * i);
+    const auto offset = index.at<int64_t>(kHeader + 4 * sequences + 8 * i);
     check_config(
-        place == layout.count * bytes_of(layout.type), "--data: ", index_path, ": sequence ", i,
-        " is at byte ", place,
+        offset == layout.count * bytes_of(layout.type), "--data: ", index_path, ": sequence ", i,
+        " is at byte ", offset,
         ", not where the one before it ends; write the files again in order");
     layout.count += length;
   }
@@ -244,7 +244,7 @@ class TokenFiles : public TokenSource {
     for (int64_t i = 0; i < count; ++i) {
       check_config(
           out[i] >= 0 && out[i] < vocab_, "--data: ", file->path(), " has token ", out[i],
-          " at place ", from + i, ", and the model has ", vocab_,
+          " at position ", from + i, ", and the model has ", vocab_,
           " tokens (--vocab); was it written for another model, or with another --token-dtype?");
     }
   }

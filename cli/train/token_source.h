@@ -70,7 +70,7 @@ bool is_token_file(const std::string& path);
 ///   or uint32 for a vocabulary that 16 bits cannot hold.
 /// Throws ConfigError that names --data and the file if a file is none of these or is cut off, or
 /// if it looks like uint32 where `raw` does not say uint16. A token that is not below `vocab`
-/// throws when it is read; the error names the file, the place and the token.
+/// throws when it is read; the error names the file, the position and the token.
 std::shared_ptr<TokenSource> open_token_files(
     const std::vector<std::string>& paths, std::optional<TokenType> raw, int64_t vocab);
 

@@ -48,7 +48,7 @@ class StepOnSome {
     for (size_t group = 0; group < optimizer.param_groups().size(); ++group) {
       const auto& params = optimizer.param_groups()[group].params();
       for (size_t index = 0; index < params.size(); ++index) {
-        places_.emplace(params[index].unsafeGetTensorImpl(), std::pair(group, index));
+        positions_.emplace(params[index].unsafeGetTensorImpl(), std::pair(group, index));
       }
       params_.push_back(params);
       lists_.emplace_back(params.size(), nothing_);
@@ -56,7 +56,7 @@ class StepOnSome {
   }
 
   bool has(const at::Tensor& param) const {
-    return places_.contains(param.unsafeGetTensorImpl());
+    return positions_.contains(param.unsafeGetTensorImpl());
   }
 
   void operator()(const Params& params) {
@@ -87,7 +87,7 @@ class StepOnSome {
  private:
   void put(const Params& params, bool back) {
     for (const auto& param : params) {
-      const auto [group, index] = places_.at(param.unsafeGetTensorImpl());
+      const auto [group, index] = positions_.at(param.unsafeGetTensorImpl());
       lists_[group][index] = back ? nothing_ : param;
     }
   }
@@ -100,8 +100,8 @@ class StepOnSome {
 
   torch::optim::Optimizer& optimizer_;
   const at::Tensor nothing_;
-  std::unordered_map<const void*, std::pair<size_t, size_t>> places_; // by parameter
-  std::vector<Params> params_;                                        // of each parameter group
+  std::unordered_map<const void*, std::pair<size_t, size_t>> positions_; // by parameter
+  std::vector<Params> params_;                                           // of each parameter group
   std::vector<Params> lists_; // the same, with a stand-in for each that is not stepped on
 };
 

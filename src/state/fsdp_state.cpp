@@ -138,11 +138,12 @@ bool FSDPState::is_graph_checked() const {
          !inside_backward() && std::has_single_bit(context_->num_forwards);
 }
 
-void FSDPState::check_graph_of(const std::vector<at::Tensor*>& outputs) const {
+void FSDPState::check_graph_of(
+    const std::vector<at::Tensor*>& outputs, std::vector<NodePtr> begin) const {
   ForwardGraph forward{
       .module = name_,
       .outputs = outputs,
-      .begin = std::move(context_->graph_begin),
+      .begin = std::move(begin),
       .registered = {},
       .managed = {}};
   for (const auto& [name, param] : get_subtree_(/*with_tensors=*/true).params) {
@@ -207,7 +208,7 @@ void FSDPState::end_forward(const void* module, const std::vector<at::Tensor*>& 
   }
   if (is_root) {
     if (is_graph_checked()) {
-      check_graph_of(outputs);
+      check_graph_of(outputs, std::exchange(context_->graph_begin, {}));
     }
     const auto hooks = end_root_forward();
     call_at_each_gradient(outputs, [hooks] {

@@ -141,7 +141,7 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   void recompute_forward();
   BackwardHooks end_root_forward();
   bool is_graph_checked() const;
-  void check_graph_of(const std::vector<at::Tensor*>& outputs) const;
+  void check_graph_of(const std::vector<at::Tensor*>& outputs, std::vector<NodePtr> begin) const;
   void end_partial_forward(const std::vector<at::Tensor*>& outputs);
   BackwardHook complete_forward();
   void end_forward(const void* module, const std::vector<at::Tensor*>& outputs);

@@ -161,7 +161,7 @@ TEST(HfFolder, WhatDoesNotFitIsRefusedBeforeAnythingIsWritten) {
   models_refused("has no 'model.layers.1.");
   write_file(folder + "/config.json", config);
   write_tokens(300);
-  refused("has token 300 at place 3999");
+  refused("has token 300 at position 3999");
   write_tokens(8);
 
   const auto size = std::filesystem::file_size(file);
