@@ -130,7 +130,8 @@ TEST(TokenFiles, BadFilesAreNamed) {
   const auto bad = written("bad.bin", raw<uint16_t>({1, 2, 59999, 3}));
   refused(bad, "has token 59999 at position 2, and the model has 300 tokens (--vocab)", 300);
   refused(
-      written("minus.npy", npy("<i4", "(2,)", raw<int32_t>({1, -5}))), "has token -5 at position 1");
+      written("minus.npy", npy("<i4", "(2,)", raw<int32_t>({1, -5}))),
+      "has token -5 at position 1");
   const auto path = written("m.bin", raw<uint16_t>(tokens));
   const auto index = path.substr(0, path.size() - 4) + ".idx";
   std::ofstream(index) << megatron_index(8, 2000, 3001);
