@@ -64,7 +64,6 @@ FSDPParamGroup::FSDPParamGroup(
 void FSDPParamGroup::enter(ParamsState next) {
   check_transition(state_, next, name_);
   state_ = next;
-  kept_for_graph_ = kept_for_graph_ && next == ParamsState::Unsharded;
 }
 
 void FSDPParamGroup::set_name(const std::string& name, int64_t model, bool one_of_several) {
@@ -125,11 +124,10 @@ void FSDPParamGroup::take_first_replica() {
 // ------------------------------------------------------------ Parameters
 
 void FSDPParamGroup::unshard(UnshardFor purpose) {
-  if (state_ == ParamsState::Unsharded) {
+  if (modules_see_whole()) {
     flat_.check_whole_unwritten();
   }
-  if (state_ == ParamsState::Gathering || state_ == ParamsState::Unsharded ||
-      state_ == ParamsState::Kept) {
+  if (modules_see_whole() || state_ == ParamsState::Gathering || state_ == ParamsState::Kept) {
     if (is_current()) {
       return;
     }
@@ -211,7 +209,7 @@ void FSDPParamGroup::wait_for_unshard(UnshardFor purpose) {
 
 void FSDPParamGroup::reshard(ReshardAfter when) {
   const bool forward = when == ReshardAfter::Forward;
-  if (forward && (ranks_after_forward_ == 0 || kept_for_graph_)) {
+  if (forward && (ranks_after_forward_ == 0 || state_ == ParamsState::KeptForGraph)) {
     return;
   }
   record_event(EventLog::Kind::Reshard, name_, training_state(when));
@@ -222,7 +220,7 @@ void FSDPParamGroup::reshard(ReshardAfter when) {
     return; // somebody will wait for it, and reshard then
   }
   flat_.check_whole_unwritten();
-  if (when == ReshardAfter::User && state_ == ParamsState::Unsharded && is_current()) {
+  if (when == ReshardAfter::User && modules_see_whole() && is_current()) {
     flat_.check_whole_values(/*only_steps=*/false);
   }
   discard_gather();
@@ -292,7 +290,7 @@ void FSDPParamGroup::pre_forward(bool entering) {
   const Range range("pre_forward", label_);
   if (entering) {
     reducer_->check_updated();
-    whole_before_forward_ = state_ == ParamsState::Unsharded;
+    whole_before_forward_ = modules_see_whole();
     check_no_step(); // the forward before may have had no backward
   }
   unshard(UnshardFor::Forward);
@@ -301,15 +299,15 @@ void FSDPParamGroup::pre_forward(bool entering) {
 
 /// Throws if an optimizer has stepped on parameters that a forward left whole.
 void FSDPParamGroup::check_no_step() {
-  if (state_ == ParamsState::Unsharded && gathered_for_ != UnshardFor::User && is_current()) {
+  if (modules_see_whole() && gathered_for_ != UnshardFor::User && is_current()) {
     flat_.check_whole_values(/*only_steps=*/true);
   }
 }
 
 void FSDPParamGroup::post_forward() {
   const Range range("post_forward", label_);
-  if (kept_for_graph_ && !at::GradMode::is_enabled()) {
-    flat_.show_to_users(Face::Sharded); // with the gradients of the backward that made the graph
+  if (state_ == ParamsState::KeptForGraph && !at::GradMode::is_enabled()) {
+    flat_.show_to_users(Face::Sharded); // they have gradients
     return;
   }
   if (at::GradMode::is_enabled() || ranks_after_forward_ == size()) {
@@ -352,13 +350,14 @@ void FSDPParamGroup::post_backward(bool is_last, bool keep) {
       reducer_->accumulate();
     }
   }
-  kept_for_graph_ |= keep && state_ == ParamsState::Unsharded;
-  if (kept_for_graph_ || keep) {
-    // The backward of this backward's graph needs the whole parameters.
-  } else if (reshard_after_backward) {
+  if (keep && state_ == ParamsState::Unsharded) {
+    enter(ParamsState::KeptForGraph);
+  }
+  const bool graph_needs_it = keep || state_ == ParamsState::KeptForGraph;
+  if (!graph_needs_it && reshard_after_backward) {
     const Range resharding("post_backward_reshard", label_);
     reshard(ReshardAfter::Backward);
-  } else {
+  } else if (!graph_needs_it) {
     keep_whole();
   }
   if (reduce_grads) {
@@ -367,7 +366,7 @@ void FSDPParamGroup::post_backward(bool is_last, bool keep) {
       comm->reductions.make_room();
     }
     const Range reducing("post_backward_reduce", label_);
-    const bool is_complete = reducer_->has_reduced_grads_hook() && is_last && !kept_for_graph_ &&
+    const bool is_complete = reducer_->has_reduced_grads_hook() && is_last && !graph_needs_it &&
                              !comm->expects_backward(*this);
     reducer_->start(comm->reductions, is_complete);
   }
@@ -376,7 +375,7 @@ void FSDPParamGroup::post_backward(bool is_last, bool keep) {
 
 /// The modules see shards, and the whole parameters stay in memory.
 void FSDPParamGroup::keep_whole() {
-  if (state_ == ParamsState::Unsharded) {
+  if (modules_see_whole()) {
     flat_.check_whole_unwritten();
     flat_.show(Face::Sharded);
     enter(ParamsState::Kept);
@@ -392,7 +391,7 @@ void FSDPParamGroup::end_backward(bool is_last, bool keep) {
     flat_.show_to_users(Face::Sharded);
     return;
   }
-  if (kept_for_graph_ && reshard_after_backward) {
+  if (state_ == ParamsState::KeptForGraph && reshard_after_backward) {
     reshard(ReshardAfter::Backward);
   }
   keep_whole();

@@ -16,12 +16,12 @@
 
 namespace fsdp::detail {
 
-/// A group's dtypes, where its shards are kept, and whether replicas start with the first one's
-/// values.
+/// A group's dtypes, where its shards are kept, and whether replicas take over the values of the
+/// first replica in the first forward.
 struct GroupPolicy {
   MixedPrecisionPolicy precision;
   AnyOffloadPolicy offload;
-  bool from_first_replica = false; // replicas take over its values, in the first forward
+  bool from_first_replica = false;
 };
 
 /// The reason for which a group is unsharded or waited for.
@@ -75,8 +75,7 @@ class FSDPParamGroup {
   }
   /// True if the whole parameters are in memory.
   bool is_unsharded() const {
-    return state_ == ParamsState::Unsharded || state_ == ParamsState::Kept ||
-           state_ == ParamsState::Outdated;
+    return modules_see_whole() || state_ == ParamsState::Kept || state_ == ParamsState::Outdated;
   }
   /// The memory that this group takes, and the bytes that a step sends.
   ShardingPlan::Group plan() const;
@@ -158,6 +157,9 @@ class FSDPParamGroup {
   std::shared_ptr<CommContext> comm = std::make_shared<CommContext>();
 
  private:
+  bool modules_see_whole() const {
+    return state_ == ParamsState::Unsharded || state_ == ParamsState::KeptForGraph;
+  }
   void enter(ParamsState next);
   bool is_current();
   void check_no_step();
@@ -184,8 +186,7 @@ class FSDPParamGroup {
   std::optional<PendingGather> gather_;        // exactly while Gathering
   UnshardFor gathered_for_ = UnshardFor::User; // of the gather that was started last
   uint64_t gathered_version_ = 0;              // of the shards that the last gather sent
-  bool kept_for_graph_ = false;       // whole since a backward that made a graph (create_graph)
-  bool whole_before_forward_ = false; // before the forward that is running
+  bool whole_before_forward_ = false;          // before the forward that is running
   // The last member, so that it is destroyed first.
   const LiveMemory live_{[this](const MemoryVisitor& visit) { visit_memory(visit); }};
 };

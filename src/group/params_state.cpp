@@ -18,6 +18,8 @@ bool may_follow(ParamsState from, ParamsState to) {
     case Unsharded:
       return from == Gathering || from == Kept;
     case Kept:
+      return from == Unsharded || from == KeptForGraph;
+    case KeptForGraph:
     case Divided:
       return from == Unsharded;
     case Outdated:
@@ -29,7 +31,8 @@ bool may_follow(ParamsState from, ParamsState to) {
 } // namespace
 
 const char* to_string(ParamsState state) {
-  constexpr std::array kNames{"Sharded", "Gathering", "Unsharded", "Kept", "Outdated", "Divided"};
+  constexpr std::array kNames{"Sharded", "Gathering", "Unsharded", "KeptForGraph",
+                              "Kept",    "Outdated",  "Divided"};
   return kNames.at(static_cast<size_t>(state));
 }
 

@@ -8,12 +8,12 @@ namespace fsdp::detail {
 // Note [The life of a group]
 //
 //              unshard                 wait_for_unshard
-//   Sharded ---------------> Gathering ------------------> Unsharded
-//                                ^                          |  |  ^
-//                                | unshard in backward      |  |  | wait_for_unshard
-//                                |                          |  v  |
-//                             Divided <---------------------+  Kept
-//                                      reshard after forward,   |
+//   Sharded ---------------> Gathering ------------------> Unsharded ------------> KeptForGraph
+//                                ^                          |  |  ^    a backward       |
+//                                | unshard in backward      |  |  |    makes a graph    |
+//                                |                          |  v  | wait_for_unshard    |
+//                             Divided <---------------------+  Kept <-------------------+
+//                                      reshard after forward,   |      a backward makes none
 //                                      over k ranks             | the last backward ends
 //                                                               v
 //                                                            Outdated
@@ -21,17 +21,26 @@ namespace fsdp::detail {
 // Every state also goes back to Sharded: by reshard, by an unshard that needs the shards as they
 // are now, after an error, and when somebody replaced a shard.
 //
-//   Sharded     Each rank has its shard.
-//   Gathering   An all-gather is under way. The parameters show their shards.
-//   Unsharded   The whole parameters are in memory, and the modules see them. A group stays in this
-//               state after a backward that made a graph (create_graph), because the backward of
-//               that graph needs the whole parameters. The next backward that makes none ends this.
-//   Kept        The whole parameters are in memory, for the next microbatch, and the modules see
-//               shards: backward ended, and reshard_after_backward is off.
-//   Outdated    As Kept, but an optimizer may have written to the shards since.
-//   Divided     After a forward with reshard_after_forward = k: the whole parameters are divided
-//               over k neighbouring ranks. A gather for backward takes place among these ranks.
-enum class ParamsState : std::uint8_t { Sharded, Gathering, Unsharded, Kept, Outdated, Divided };
+//   Sharded       Each rank has its shard.
+//   Gathering     An all-gather is under way. The parameters show their shards.
+//   Unsharded     The whole parameters are in memory, and the modules see them.
+//   KeptForGraph  As Unsharded, because a backward made a graph (create_graph), whose own backward
+//                 needs the whole parameters. After that backward users see shards, which have the
+//                 gradients.
+//   Kept          The whole parameters are in memory, for the next microbatch, and the modules see
+//                 shards: backward ended, and reshard_after_backward is off.
+//   Outdated      As Kept, but an optimizer may have written to the shards since.
+//   Divided       After a forward with reshard_after_forward = k: the whole parameters are divided
+//                 over k neighbouring ranks. A gather for backward takes place among these ranks.
+enum class ParamsState : std::uint8_t {
+  Sharded,
+  Gathering,
+  Unsharded,
+  KeptForGraph,
+  Kept,
+  Outdated,
+  Divided,
+};
 
 const char* to_string(ParamsState state);
 

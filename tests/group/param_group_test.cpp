@@ -387,10 +387,12 @@ TEST(ParamGroup, ReshardLeavesAGatherAmongNeighboursAlone) {
 
 TEST(ParamsState, ChangesAlongTheArrowsOnly) {
   using enum ParamsState;
-  const std::vector<ParamsState> states{Sharded, Gathering, Unsharded, Kept, Outdated, Divided};
+  const std::vector<ParamsState> states{Sharded, Gathering, Unsharded, KeptForGraph,
+                                        Kept,    Outdated,  Divided};
   const std::set<std::pair<ParamsState, ParamsState>> arrows{
-      {Sharded, Gathering}, {Divided, Gathering}, {Gathering, Unsharded}, {Kept, Unsharded},
-      {Unsharded, Kept},    {Kept, Outdated},     {Unsharded, Divided}};
+      {Sharded, Gathering}, {Divided, Gathering},      {Gathering, Unsharded},
+      {Kept, Unsharded},    {Unsharded, Kept},         {Kept, Outdated},
+      {Unsharded, Divided}, {Unsharded, KeptForGraph}, {KeptForGraph, Kept}};
   for (const auto from : states) {
     for (const auto to : states) {
       SCOPED_TRACE(std::string(to_string(from)) + " to " + to_string(to));

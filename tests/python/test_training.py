@@ -436,6 +436,9 @@ def backward_with_a_graph():
             warnings.simplefilter("ignore")  # .grad and the graph refer to each other
             loss.backward(create_graph=True)
         see_grads(model, seen, loss)
+        with torch.no_grad():
+            loss = model(batch(1)).square().mean()
+        see_grads(model, seen, loss)
         model.zero_grad()
         train(engine, model, seen)
 

@@ -359,6 +359,23 @@ TEST(Faces, AForwardWithoutGradientsBeforeADoubleBackward) {
   }
 }
 
+TEST(Faces, ABackwardWithAGraphKeepsOnlyTheGroupsThatItUses) {
+  run_ranks(2, [](int) {
+    MLP net(4);
+    const auto whole_rows = net->out_proj->weight.size(0);
+    fully_shard(net->in_proj);
+    auto unused = fully_shard(net->out_proj);
+    fully_shard(net);
+    unused.set_reshard_after_backward(false);
+    const auto x = random_batch(0, {2, 4}).set_requires_grad(true);
+    net(x).sum().backward();
+    const auto y = torch::tanh(net->in_proj(x)).sum();
+    y.backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+    net(x);
+    EXPECT_EQ(net->out_proj->weight.size(0), whole_rows / 2);
+  });
+}
+
 TEST(Faces, ReshardEndsWhatABackwardWithAGraphKeeps) {
   run_ranks(2, [](int) {
     MLP net(4);
