@@ -13,6 +13,7 @@
 #include <fsdp/activation_checkpointing.h>
 #include <fsdp/clip_grad_norm.h>
 #include <fsdp/distributed.h>
+#include <fsdp/error.h>
 #include <fsdp/float8.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/meta_init.h>
@@ -318,11 +319,7 @@ double Trainer::clip_gradients() {
   }
   try {
     return clip_grad_norm_(trained, most, 2, must_be_finite).item<double>();
-  } catch (const c10::Error& error) {
-    const std::string what = error.what_without_backtrace();
-    if (what.find("is non-finite") == std::string::npos) {
-      throw; // another error
-    }
+  } catch (const NonFiniteError&) {
     return std::numeric_limits<double>::quiet_NaN();
   }
 }

@@ -17,6 +17,11 @@ class FSDP_API CheckpointError : public c10::Error {
   using Error::Error;
 };
 
+/// A gradient has a NaN or an infinity. The message names the parameters.
+class FSDP_API NonFiniteError : public c10::Error {
+  using Error::Error;
+};
+
 /// An option, an environment variable or a configuration is not valid.
 class FSDP_API ConfigError : public c10::Error {
   using Error::Error;

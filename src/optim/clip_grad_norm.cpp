@@ -12,6 +12,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/flat_hash_map.h>
 #include <c10/util/irange.h>
+#include <fsdp/error.h>
 
 #include <algorithm>
 #include <cmath>
@@ -22,6 +23,7 @@
 #include <tuple>
 #include <utility>
 
+#include "base/check.h"
 #include "base/text.h"
 #include "param/fsdp_param.h"
 #include "param/param_placement.h"
@@ -186,9 +188,9 @@ void check_finite(
   }
   const auto num_names = names.size();
   names.resize(std::min(num_names, kMostNames));
-  TORCH_CHECK(
-      false, "[clip_grad_norm_] The total norm of order ", order, " is non-finite (", value,
-      "), so the gradients cannot be clipped. ",
+  FSDP_THROW(
+      NonFiniteError, "[clip_grad_norm_] The total norm of order ", order, " is non-finite (",
+      value, "), so the gradients cannot be clipped. ",
       names.empty() ? "Each is finite, but not their norm together"
                     : "Not finite: " + detail::join(names),
       num_names > kMostNames ? c10::str(" and ", num_names - kMostNames, " more") : "",
