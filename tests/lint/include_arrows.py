@@ -39,8 +39,10 @@ PUBLIC = {
     "detail/forward_call.h": "module",
     "detail/forward_scope.h": "state",
     "detail/forward_signature.h": "module",
+    "detail/hooked_base.h": "module",
     "detail/recompute_scope.h": "state",
     "detail/recomputed_call.h": "module",
+    "detail/repeatable.h": "module",
     "activation_checkpointing.h": "module",
     "call.h": "module",
     "checkpoint.h": "checkpoint",
@@ -59,6 +61,7 @@ PUBLIC = {
     "fsdp.h": None,  # the umbrella: for users only
     "fully_shard.h": "module",
     "grad_scaler.h": "optim",
+    "hookable.h": "module",
     "hooked.h": "module",
     "init_options.h": "launch",
     "launch.h": "launch",
@@ -132,7 +135,7 @@ INTERNAL: dict[str, set[str]] = {
         "process_group/rank_context.h",  # a save in the background belongs to a rank, not a thread
     },
 }
-MOST_INTERNAL = 18  # make this smaller when a header goes, never larger
+MOST_INTERNAL = 18  # make this smaller when a header goes, and larger only for a new room
 
 # Words that have another meaning in the docs, so that code in these folders must not use them as
 # names. Comments and texts may.
