@@ -173,6 +173,10 @@ void FSDPModule::set_reduce_scatter_max_input_buffers(int max_input_buffers, boo
   TORCH_CHECK_VALUE(
       max_input_buffers >= 1, "[FSDPModule] max_input_buffers must be a positive int, not ",
       max_input_buffers);
+  TORCH_CHECK(
+      !state()->is_initialized(),
+      "[FSDPModule] call set_reduce_scatter_max_input_buffers before the first forward: '",
+      state()->name(), "' has run already");
   for_each_group(recurse, [&](auto& group) {
     group.max_input_buffers = static_cast<size_t>(max_input_buffers);
   });
