@@ -15,6 +15,7 @@
 #include "launch/launch_env.h"
 #include "process_group/c10d_adapter.h"
 #include "process_group/group_state.h"
+#include "process_group/nccl/nccl_backend.h"
 
 namespace fsdp::detail {
 
@@ -207,6 +208,9 @@ void CallHistory::add(const CollectiveCall& call) {
 }
 
 void compare_calls(const std::vector<ProcessGroup>& groups, c10::Device device) {
+  if (device.is_cuda() && captures_graph()) {
+    return;
+  }
   for (const auto& group : groups) {
     if (const auto& history = group.state_->history) {
       history->compare(device);

@@ -38,7 +38,8 @@ uint64_t fingerprint(const CollectiveCall& call);
 /// Returns false if FSDP_CHECK_COLLECTIVES is "none".
 bool checks_collectives();
 
-/// Compares the calls of the groups that have a CallHistory. Collective over each of them.
+/// Compares the calls of the groups that have a CallHistory. Collective over each of them. While a
+/// CUDA graph is captured, the host must not wait: then a later call compares them.
 void compare_calls(const std::vector<ProcessGroup>& groups, c10::Device device);
 
 /// The members of a group whose calls are compared.

@@ -7,7 +7,6 @@
 
 #include "base/text.h"
 #include "process_group/agreement.h"
-#include "process_group/nccl/nccl_backend.h"
 #include "runtime/range.h"
 #include "state/autograd_hooks.h"
 #include "state/fsdp_state.h"
@@ -153,13 +152,8 @@ void FSDPState::finish_states(
   }
 }
 
-/// Compares on the stream of the reductions, which have ended, so compute goes on. The host waits
-/// for an earlier comparison, which it must not do while a CUDA graph is captured. A later step
-/// compares the captured calls.
+/// Compares on the stream of the reductions, which have ended, so compute goes on.
 void FSDPState::compare_calls_of(const StateContext& context, const CommContext& comm) {
-  if (context.device.is_cuda() && captures_graph()) {
-    return;
-  }
   const c10::OptionalStreamGuard on(comm.reductions.reduce_scatter_stream());
   compare_calls(context.process_groups, context.device);
 }
