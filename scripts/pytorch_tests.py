@@ -92,7 +92,7 @@ def list_tests(files: list[str]) -> None:
         try:
             importlib.import_module(file)
         except (Exception, SystemExit) as error:
-            print(f"{file}.py cannot be imported: {error}")
+            print(f"{file}.py cannot be imported: {type(error).__name__}: {error}")
             continue
         for suite in unittest.defaultTestLoader.loadTestsFromName(file):
             for test in suite:  # type: ignore[union-attr]
@@ -125,12 +125,14 @@ def main() -> int:
     results: dict[str, str] = {}
     files = sorted(file.stem for file in folder.glob("test_fully_shard_*.py"))
     code, listing = run(["--list", *files], options, tests=len(files))
+    tests = re.findall(r"^TEST (\S+)$", listing, re.M)
     if code != 0:
-        print(f"The tests cannot be listed:\n{listing}")
+        print(f"Not all tests can be listed:\n{listing}", flush=True)
+    if not tests:
         return 1
     for line in re.findall(r"^\S+ cannot be imported: .*$", listing, re.M):
         print(line, flush=True)
-    for test in re.findall(r"^TEST (\S+)$", listing, re.M):
+    for test in tests:
         if re.search(options.k, test):
             began = time.monotonic()
             results[test] = outcome(*run(["--one", test], options))
