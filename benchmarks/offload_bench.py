@@ -64,7 +64,6 @@ def shard(model, way, options, mesh):
 def train(_, number, options, pipe):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch._C._set_print_stack_traces_on_fatal_signal(True)
     warnings.simplefilter("ignore")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.ranks)
     mesh = dist.init_device_mesh(options.device, (options.ranks,))

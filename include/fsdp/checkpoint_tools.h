@@ -18,8 +18,8 @@
 namespace fsdp {
 
 // Tools for checkpoint files. They need neither a model nor a process group. `path` is anything
-// that `load` takes, or the folder of a CheckpointSeries, which stands for its latest checkpoint. A
-// folder with such a folder "checkpoints" in it, as `fsdp train` makes one, stands for it, too.
+// that `load` takes, or the folder of a CheckpointSeries, which stands for its latest checkpoint.
+// The run folder of `fsdp train` stands for the series in its folder "checkpoints".
 
 /// A part of a tensor that lies in one file.
 struct CheckpointPiece {

@@ -58,8 +58,8 @@ class FSDP_API SavePolicy {
 /// aten::linear does, or has no results that can be kept.
 FSDP_API std::shared_ptr<SavePolicy> save_operators(std::vector<std::string> names);
 
-/// Keeps the results of products of matrices, attentions and convolutions. The rest is computed
-/// again. It is most of the memory and little of the time.
+/// Keeps the results of products of matrices, attentions and convolutions. The rest, which takes
+/// most of the memory and little of the time, is computed again.
 FSDP_API std::shared_ptr<SavePolicy> save_matmuls();
 
 /// Keeps results of products of matrices, attentions and convolutions, never more than `bytes` at

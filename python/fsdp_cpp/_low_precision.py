@@ -21,8 +21,8 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
     Parameters are in bf16, without a copy in fp32, or in fp32. `moments` is the dtype of the moments: torch.bfloat16,
     torch.float32, or torch.float8_e4m3fn, which takes a byte for each element and a scale for each 256 of them.
 
-    The rounding depends on `seed`, the step and the place of the element in the whole parameter: replicas stay equal,
-    and any number of ranks rounds alike, but for 8-bit moments. `state_dict()` holds 8-bit moments in bf16, which
+    The rounding depends on `seed`, the step, the parameter and the position of the element in the whole parameter:
+    replicas stay equal, and any number of ranks rounds alike, but for 8-bit moments. `state_dict()` holds 8-bit moments in bf16, which
     loses nothing, for any number of ranks.
     """
 

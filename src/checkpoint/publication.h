@@ -73,7 +73,7 @@ struct PublicationSteps {
   std::function<std::string()> write;
   /// Called on rank 0 when all ranks have written. Writes the file that makes theirs a checkpoint.
   std::function<void(const std::vector<std::string>& texts)> finish;
-  /// Called on rank 0 when the checkpoint is complete. May be empty.
+  /// Called on rank 0 when TARGET is the new checkpoint. May be empty.
   std::function<void()> after = {};
 };
 

@@ -38,7 +38,8 @@ class SaveReports {
   void check_failed();
   /// Rank 0: waits until all ranks have reported. Throws the reason of the first that failed.
   void wait_for_ranks();
-  /// Rank 0: reports that the checkpoint is complete. Waits up to ten seconds until all ranks know.
+  /// Rank 0: reports that TARGET is the new checkpoint. Waits up to ten seconds until all ranks
+  /// know.
   void saved();
   /// The other ranks: wait until rank 0 has reported. Throw the reason if the save failed.
   void wait_for_rank_0();

@@ -31,7 +31,7 @@ struct SeriesSteps {
   std::string leftovers = {};
   /// Returns the time of the newest checkpoint in the series.
   std::function<int64_t()> newest_time = {};
-  /// Called when the checkpoint is complete.
+  /// Called when TARGET is the new checkpoint.
   std::function<void()> after = {};
 };
 

@@ -31,8 +31,8 @@ at::Tensor powers_of_two(at::Tensor numbers) {
   return numbers;
 }
 
-/// Returns the power of two in bf16 if it is multiplied with values in bf16. Otherwise torch would
-/// copy the values to fp32.
+/// Returns the power of two in bf16 for values in bf16: with a factor in fp32, torch would copy the
+/// values to fp32.
 at::Tensor factor_for(const at::Tensor& power, at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? power.to(at::kBFloat16) : power;
 }

@@ -339,9 +339,8 @@ void FlatParams::check_on_host() const {
   TORCH_CHECK(
       elsewhere.empty(),
       "[fully_shard] FSDP parameters should be materialized on CPU when enabling CPU offloading; "
-      "do not move the module after fully_shard, load a state dict of the CPU, or to_empty it "
-      "there. "
-      "Found following parameters on non-CPU device: [",
+      "keep the module on the CPU after fully_shard: load a state dict whose tensors are on the "
+      "CPU, or call to_empty for the CPU. Found following parameters on non-CPU device: [",
       join(elsewhere), "]");
 }
 

@@ -141,7 +141,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   TORCH_CHECK(
       !detail::is_in_use(&optimizer),
       "[GradScaler] a StepInBackward updates the parameters of this optimizer in backward, before "
-      "all gradients are known; without it, call step() after backward");
+      "all gradients are known; remove the StepInBackward, and call scaler.step() after backward");
   check_scale("unscale_");
   if (const auto known = optimizers_.find(&optimizer); known != optimizers_.end()) {
     TORCH_CHECK(

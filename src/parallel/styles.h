@@ -21,7 +21,7 @@ struct StyledModule {
   std::string text() const;
 };
 
-/// Says how a style places one of the module's parameters.
+/// Says how a style divides one of the module's parameters over the mesh.
 struct ParamDivision {
   std::string name; // relative to the module given to parallelize_module
   at::Tensor param;
@@ -35,10 +35,10 @@ std::vector<ParamDivision> param_divisions(const StyledModule& at, const Paralle
 /// Returns the hooks that the style runs around forward. The parameters must be divided before.
 std::vector<ForwardHook> forward_hooks(const StyledModule& at, const ParallelStyle& style);
 
-/// Returns true if the style places parameters, false if it only prepares inputs and outputs. A
-/// module can have at most one style that places parameters.
+/// Returns true if the style divides parameters, false if it only prepares inputs and outputs. A
+/// module can have at most one style that divides parameters.
 bool divides(const ParallelStyle& style);
-/// Returns which of "input" and "output" the style prepares. Empty for a style that places
+/// Returns which of "input" and "output" the style prepares. Empty for a style that divides
 /// parameters.
 std::vector<const char*> prepared_sides(const ParallelStyle& style);
 

@@ -159,8 +159,8 @@ class FSDPParam {
   void set_reduce_dtype(std::optional<at::ScalarType> dtype) {
     slot_->reduce_dtype = dtype;
   }
-  /// True if this gradient is one of several ranks' terms, to be summed here, in another dtype than
-  /// its own, before it is added to the unsharded gradient.
+  /// True if `grad` is this rank's term of a sum that the engine computes itself, in the reduce
+  /// dtype, before it adds the gradient to the unsharded one.
   bool sums_itself(const at::Tensor& grad) const {
     return slot_->sums_itself(grad);
   }

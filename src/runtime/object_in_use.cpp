@@ -13,8 +13,10 @@ std::unordered_multiset<const void*> marks;
 } // namespace
 
 std::shared_ptr<const void> mark_in_use(const void* object) {
-  const std::lock_guard lock(marks_mutex);
-  marks.insert(object);
+  {
+    const std::lock_guard lock(marks_mutex);
+    marks.insert(object);
+  }
   return {object, [](const void* marked) {
             const std::lock_guard lock(marks_mutex);
             marks.erase(marks.find(marked));

@@ -387,6 +387,7 @@ void FSDPState::reset_all(StateContext& context, CommContext& comm, bool drop_gr
   context.forward_root = nullptr;
   context.final_callback_queued = false;
   context.creates_graph = false;
+  context.graph_begin.clear();
 }
 
 ShardingPlan FSDPState::plan_of(const Subtree& tree) {

@@ -34,7 +34,7 @@ DTensor on_mesh_device(const DTensor& tensor) {
                    tensor.placements(), tensor.sizes().vec());
 }
 
-DTensor as_placed(const Entry& entry) {
+DTensor to_dtensor(const Entry& entry) {
   const auto& spec = *entry.spec;
   return DTensor::from_local(entry.local, spec.mesh, spec.placements, spec.sizes);
 }
@@ -56,9 +56,9 @@ std::string some_of(const std::vector<std::string>& names) {
 Entry entry_of(std::string key, const at::Tensor& live) {
   Entry entry{.key = std::move(key), .local = live.detach(), .tensor = live.unsafeGetTensorImpl()};
   if (placement_of(live)) {
-    const auto placed = as_dtensor(live);
-    entry.local = placed.to_local();
-    entry.spec = {placed.device_mesh(), placed.placements(), placed.sizes().vec()};
+    const auto dtensor = as_dtensor(live);
+    entry.local = dtensor.to_local();
+    entry.spec = {dtensor.device_mesh(), dtensor.placements(), dtensor.sizes().vec()};
   }
   return entry;
 }
@@ -116,7 +116,7 @@ namespace {
 /// Returns a copy of the whole tensor on rank 0, and an undefined tensor on other ranks. Further
 /// training does not change the copy.
 at::Tensor gathered(const Entry& entry, const StateDictOptions& options) {
-  auto whole = entry.spec ? on_mesh_device(as_placed(entry)).full_tensor() : entry.local;
+  auto whole = entry.spec ? on_mesh_device(to_dtensor(entry)).full_tensor() : entry.local;
   if (!is_rank_0()) {
     return {};
   }
@@ -130,7 +130,7 @@ at::Tensor gathered(const Entry& entry, const StateDictOptions& options) {
 Value sharded(const Entry& entry, const StateDictOptions& options) {
   auto kept = entry;
   kept.local = options.cpu_offload ? entry.local.cpu() : entry.local;
-  return entry.spec ? Value(as_placed(kept)) : Value(kept.local);
+  return entry.spec ? Value(to_dtensor(kept)) : Value(kept.local);
 }
 
 } // namespace
@@ -186,11 +186,11 @@ std::string misfit(const Entry& entry, const Value& value) {
     return "";
   }
   const auto* tensor = std::get_if<at::Tensor>(&value);
-  const auto* placed = std::get_if<DTensor>(&value);
-  if (!placed && !(tensor && tensor->defined())) {
+  const auto* dtensor = std::get_if<DTensor>(&value);
+  if (!dtensor && !(tensor && tensor->defined())) {
     return c10::str("'", entry.key, "' should be a tensor");
   }
-  const auto sizes = placed ? placed->sizes() : tensor->sizes();
+  const auto sizes = dtensor ? dtensor->sizes() : tensor->sizes();
   return sizes == whole_sizes(entry) ? ""
                                      : c10::str(
                                            "'", entry.key, "' has sizes ", sizes,
@@ -239,9 +239,9 @@ void check(
 
 /// Returns true if the ranks have to communicate to set this value.
 bool moves(const Entry& entry, const Value& value) {
-  const auto* placed = std::get_if<DTensor>(&value);
-  return placed && !(entry.spec && entry.spec->mesh == placed->device_mesh() &&
-                     entry.spec->placements == placed->placements());
+  const auto* dtensor = std::get_if<DTensor>(&value);
+  return dtensor && !(entry.spec && entry.spec->mesh == dtensor->device_mesh() &&
+                      entry.spec->placements == dtensor->placements());
 }
 
 /// Returns a hash of the tensors that the ranks have to move. It must be the same on all ranks.
@@ -256,8 +256,8 @@ int64_t print_of_moves(const std::vector<Entry>& entries, const StateDict& state
   return static_cast<int64_t>(std::hash<std::string>()(text) >> 2);
 }
 
-/// Returns the groups whose ranks tell each other of a failure: the world, or the groups over which
-/// the module is placed.
+/// Returns the groups whose ranks tell each other of a failure: the world, or the groups that
+/// divide or replicate the module.
 std::vector<std::pair<ProcessGroup, at::Device>> groups_of(
     torch::nn::Module& module, bool whole_world) {
   if (whole_world) {
@@ -307,12 +307,12 @@ void agree(
 /// Returns this rank's part of a value that all ranks have.
 at::Tensor part_for(const Entry& entry, const Value& value) {
   at::Tensor whole;
-  if (const auto* placed = std::get_if<DTensor>(&value)) {
+  if (const auto* dtensor = std::get_if<DTensor>(&value)) {
     if (!moves(entry, value)) {
-      return placed->to_local();
+      return dtensor->to_local();
     }
-    const auto moved = on_mesh_device(*placed);
-    if (entry.spec && entry.spec->mesh == placed->device_mesh()) {
+    const auto moved = on_mesh_device(*dtensor);
+    if (entry.spec && entry.spec->mesh == dtensor->device_mesh()) {
       return moved.redistribute(entry.spec->placements).to_local();
     }
     whole = moved.full_tensor();

@@ -52,8 +52,8 @@ void set_random_state(const StateDict& state) {
       continue;
     }
     const auto& value = state.at(name);
-    const auto* placed = std::get_if<DTensor>(&value);
-    const auto* tensor = placed ? &placed->to_local() : std::get_if<at::Tensor>(&value);
+    const auto* dtensor = std::get_if<DTensor>(&value);
+    const auto* tensor = dtensor ? &dtensor->to_local() : std::get_if<at::Tensor>(&value);
     std::lock_guard lock(generator.mutex());
     TORCH_CHECK_VALUE(
         tensor && tensor->scalar_type() == at::kByte &&
