@@ -11,11 +11,6 @@
 
 namespace fsdp::cli {
 
-/// The loss or a gradient is NaN or infinite. Every rank throws it in the same step.
-class NonFiniteError : public c10::Error {
-  using Error::Error;
-};
-
 // Exit codes by kind of error. If a signal ends the tool, the code is 128 + the signal's number.
 inline constexpr int kFailed = 1;
 inline constexpr int kBadConfig = 2;

@@ -125,14 +125,9 @@ def main() -> int:
     results: dict[str, str] = {}
     files = sorted(file.stem for file in folder.glob("test_fully_shard_*.py"))
     code, listing = run(["--list", *files], options, tests=len(files))
-    tests = re.findall(r"^TEST (\S+)$", listing, re.M)
-    if code != 0:
-        print(f"Not all tests can be listed:\n{listing}", flush=True)
-    if not tests:
-        return 1
     for line in re.findall(r"^\S+ cannot be imported: .*$", listing, re.M):
         print(line, flush=True)
-    for test in tests:
+    for test in re.findall(r"^TEST (\S+)$", listing, re.M):
         if re.search(options.k, test):
             began = time.monotonic()
             results[test] = outcome(*run(["--one", test], options))
@@ -146,7 +141,9 @@ def main() -> int:
     worse = [test for test in passed if results.get(test) != "passed"]
     if before:
         print(f"{len(worse)} passed in the baseline and do not here: {' '.join(worse)}")
-    return 1 if worse else 0
+    if code != 0:
+        print(f"Not all tests can be listed:\n{listing}")
+    return 1 if worse or code != 0 or not results else 0
 
 
 if __name__ == "__mp_main__":  # a rank of a test

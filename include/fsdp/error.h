@@ -17,7 +17,7 @@ class FSDP_API CheckpointError : public c10::Error {
   using Error::Error;
 };
 
-/// A gradient has a NaN or an infinity. The message names the parameters.
+/// A loss, a gradient or a norm of gradients is NaN or infinite.
 class FSDP_API NonFiniteError : public c10::Error {
   using Error::Error;
 };

@@ -133,7 +133,7 @@ class FSDP_API FSDPModule {
   /// different parameters, so that all ranks reduce the same ones.
   void set_reduce_scatter_unused_params(bool enable, bool recurse = true);
   /// How many reduce-scatters may be in flight, each with an input buffer. The largest value of
-  /// all modules is used. Must be called before the first forward.
+  /// all modules is used. After the first forward it can only grow.
   void set_reduce_scatter_max_input_buffers(int max_input_buffers, bool recurse = true);
   void set_reduce_scatter_max_input_buffers(bool, bool = true) = delete;
   void set_reduce_scatter_max_input_buffers(double, bool = true) = delete;

@@ -22,8 +22,8 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
     torch.float32, or torch.float8_e4m3fn, which takes a byte for each element and a scale for each 256 of them.
 
     The rounding depends on `seed`, the step, the parameter and the position of the element in the whole parameter:
-    replicas stay equal, and any number of ranks rounds alike, but for 8-bit moments. `state_dict()` holds 8-bit moments in bf16, which
-    loses nothing, for any number of ranks.
+    replicas stay equal, and any number of ranks rounds alike, but for 8-bit moments. `state_dict()` holds 8-bit moments
+    in bf16, which loses nothing, for any number of ranks.
     """
 
     def __init__(

@@ -24,9 +24,9 @@ namespace fsdp::detail {
 //   Sharded       Each rank has its shard.
 //   Gathering     An all-gather is under way. The parameters show their shards.
 //   Unsharded     The whole parameters are in memory, and the modules see them.
-//   KeptForGraph  As Unsharded, because a backward made a graph (create_graph), whose own backward
-//                 needs the whole parameters. After that backward users see shards, which have the
-//                 gradients.
+//   KeptForGraph  As Unsharded: the backward that has run made a graph (create_graph), and the
+//                 backward of that graph needs the whole parameters. In Python, users see shards
+//                 between forwards and backwards, because the gradients belong to the shards.
 //   Kept          The whole parameters are in memory, for the next microbatch, and the modules see
 //                 shards: backward ended, and reshard_after_backward is off.
 //   Outdated      As Kept, but an optimizer may have written to the shards since.

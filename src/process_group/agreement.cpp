@@ -207,10 +207,11 @@ void CallHistory::add(const CollectiveCall& call) {
   }
 }
 
+bool can_compare_calls(c10::Device device) {
+  return !(device.is_cuda() && captures_graph());
+}
+
 void compare_calls(const std::vector<ProcessGroup>& groups, c10::Device device) {
-  if (device.is_cuda() && captures_graph()) {
-    return;
-  }
   for (const auto& group : groups) {
     if (const auto& history = group.state_->history) {
       history->compare(device);

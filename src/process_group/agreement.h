@@ -38,8 +38,10 @@ uint64_t fingerprint(const CollectiveCall& call);
 /// Returns false if FSDP_CHECK_COLLECTIVES is "none".
 bool checks_collectives();
 
-/// Compares the calls of the groups that have a CallHistory. Collective over each of them. While a
-/// CUDA graph is captured, the host must not wait: then a later call compares them.
+/// False while the current stream is captured in a CUDA graph: the host must not wait then. A later
+/// comparison has the captured calls, too.
+bool can_compare_calls(c10::Device device);
+/// Compares the calls of the groups that have a CallHistory. Collective over each of them.
 void compare_calls(const std::vector<ProcessGroup>& groups, c10::Device device);
 
 /// The members of a group whose calls are compared.

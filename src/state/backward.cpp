@@ -152,10 +152,12 @@ void FSDPState::finish_states(
   }
 }
 
-/// Compares on the stream of the reductions, which have ended, so compute goes on.
 void FSDPState::compare_calls_of(const StateContext& context, const CommContext& comm) {
-  const c10::OptionalStreamGuard on(comm.reductions.reduce_scatter_stream());
-  compare_calls(context.process_groups, context.device);
+  if (can_compare_calls(context.device)) {
+    // Compute goes on beside it, because the reductions have ended.
+    const c10::OptionalStreamGuard on(comm.reductions.reduce_scatter_stream());
+    compare_calls(context.process_groups, context.device);
+  }
 }
 
 void FSDPState::finish_backward() {

@@ -67,10 +67,6 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   const Groups& groups() const {
     return groups_;
   }
-  /// False until the first forward of the root.
-  bool is_initialized() const {
-    return initialized_;
-  }
   c10::Device device() const {
     return device_;
   }

@@ -8,7 +8,8 @@
 
 #include <cmath>
 #include <fstream>
-#include <map>
+#include <string>
+#include <vector>
 
 #include "cli/check.h"
 #include "cli/tiny_config.h"

@@ -332,6 +332,24 @@ TEST(Trainer, NamesTheFirstParameterThatIsNotFinite) {
   });
 }
 
+TEST(Trainer, StopsAtAGradientThatIsNotFinite) {
+  const Corpus corpus(sample_text());
+  run_ranks(2, [&](int) {
+    Trainer trainer(tiny_config(), corpus);
+    trainer.step(2);
+    const auto fill = [state = trainer.state_dict()](const std::string& name, double value) {
+      const torch::NoGradGuard no_grad;
+      std::get<DTensor>(state.at("model.layers.1.mlp." + name + ".weight")).to_local().fill_(value);
+    };
+    fill("gate_proj", 1e30); // the gradient of up_proj has the product of these two
+    fill("down_proj", 1e30);
+    fill("up_proj", 0); // so the loss is finite
+    const auto message = message_of<NonFiniteError>([&] { trainer.step(3); });
+    EXPECT_TRUE(contains(message, "the first gradient that is not finite is that of "));
+    EXPECT_TRUE(contains(message, "in step 4; "));
+  });
+}
+
 TEST(Trainer, GeneratesTextThatTheSeedDecides) {
   const auto config = tiny_config();
   const Corpus corpus(sample_text());

@@ -299,6 +299,8 @@ TEST(Comms, ASeparateGroupForReductionsAndMoreBuffers) {
       }
       EXPECT_NE(gathers, reductions);
       root.set_separate_reduce_scatter_group(false);
+      root.set_reduce_scatter_max_input_buffers(4);
+      EXPECT_EQ(net.get()->fsdp_state->comm().reductions.max_input_buffers, 4u);
       train_and_compare(net, reference, transformer_loss, 1);
     }
   });

@@ -16,7 +16,8 @@
 
 #include <fsdp/call.h>
 #include <fsdp/detail/recompute_scope.h>
-#include <fsdp/module_ref.h>
+#include <fsdp/detail/recomputed_call.h>
+#include <fsdp/hookable.h>
 
 namespace fsdp::detail {
 
