@@ -93,7 +93,7 @@ at::Tensor ElementNumbers::slice(int64_t begin, int64_t end) const {
                                   .add_(as_signed(static_cast<uint64_t>(first_ + begin)));
 }
 
-std::array<at::Tensor, 3> random_bits(at::Tensor numbers, uint64_t key) {
+std::array<at::Tensor, 3> random_bits(const at::Tensor& numbers, uint64_t key) {
   // The mixing of a well-known hash (lowbias32), with a key.
   numbers.mul_(as_signed(0x9e3779b9)).add_(as_signed(key));
   mix_(numbers, 16, 0x21f0aaad);

@@ -42,7 +42,7 @@ class ElementNumbers {
 };
 
 /// Three independent sets of 16 random bits for each element. Overwrites `numbers`.
-std::array<at::Tensor, 3> random_bits(at::Tensor numbers, uint64_t key);
+std::array<at::Tensor, 3> random_bits(const at::Tensor& numbers, uint64_t key);
 
 /// Rounds floats to numbers of `mantissa_bits`, not counting the leading 1, in place.
 void round_stochastically_(
