@@ -234,7 +234,7 @@ bool sweep(const std::string& program, const Options& options, double min_ratio)
     int longer = 1; // about how many times longer a step takes than one of the first size
   };
   static constexpr Size kSizes[] = {
-      {"as promised", ""},
+      {"default", ""},
       {"bf16 parameters", "--dtype bf16", 2},
       {"1 parameter per group", "--params-per-group 1"},
       {"40 parameters per group", "--params-per-group 40", 3},

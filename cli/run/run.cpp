@@ -334,8 +334,8 @@ class Launcher {
   std::string closing_words_;
 };
 
-/// Throws ConfigError if this process may not open enough files for its ranks. The store would fail
-/// in words of its own, or try again for ever.
+/// Throws ConfigError if this process may not open enough files for its ranks. Otherwise the
+/// store fails with an unclear message, or tries again for ever.
 void check_open_files(int num_ranks) {
   const auto needed = 32 + 6 * static_cast<rlim_t>(num_ranks); // pipes, sockets, the store's own
   rlimit limit{};

@@ -156,7 +156,7 @@ TrafficPlan plan_tensor_traffic(
 /// The small all-reduces in a step. The loss and two signals are averaged over all ranks. The norm
 /// of the gradients takes the norm of each parameter, over each axis that divides it. A step in
 /// backward adds up squares, and all ranks share the sum. In fp16 each axis shares whether a
-/// gradient is finite. Numbers are doubles, but for that one.
+/// gradient is finite. That one is a float, all others are doubles.
 TrafficPlan plan_small_traffic(const Plan& plan, const TrainConfig& config, const MeshShape& mesh) {
   TrafficPlan reduces{.op = "all-reduce", .axis = "all"};
   const auto add = [&](bool is_made, int64_t bytes) {

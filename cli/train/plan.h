@@ -62,7 +62,7 @@ struct PlanFor {
 /// - Gradients that are accumulated stay unsharded until the last part reduces them.
 /// - The optimizer's step has the sharded gradients of all blocks. Muon's also has whole matrices,
 ///   and parts of others that are being sent.
-/// The peak is that of the moment that has the most. tests/cli/planned_peak_test.cpp measures it.
+/// The peak is the largest of these moments. tests/cli/planned_peak_test.cpp measures it.
 struct Plan {
   int64_t num_params = 0;
   int64_t num_trained = 0; // of them

@@ -275,7 +275,7 @@ int dry_run(TrainOptions& options) {
   return 0;
 }
 
-/// What all ranks of a launched run must have been told alike, by the names of the options.
+/// The settings that must be equal on all ranks of a launched run, by the names of the options.
 std::map<std::string, std::string> shared_settings(
     const TrainOptions& options, const Corpus& corpus, const std::optional<SavedRun>& saved) {
   auto json = config_json(options);
@@ -315,7 +315,7 @@ std::map<std::string, std::string> shared_settings(
   replace_process(words);
 }
 
-/// The path from the root, also of a pattern.
+/// Returns the absolute path. `path` may be a pattern of names.
 std::string absolute_path(const std::string& path) {
   const auto real = real_path(path);
   return real.starts_with("/") ? real : real_path(".") + "/" + real;

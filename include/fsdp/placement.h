@@ -36,11 +36,11 @@ struct StridedShard {
   bool operator==(const StridedShard&) const = default;
 };
 
-/// The first `dims` dims, two or more, count as one, and the ranks of the axis hold its chunks. So
-/// the weights of a few experts, {experts, rows, columns}, are divided over many ranks by the rows
-/// of all experts, and each part is one run of memory. The local tensor has as many dims as the
-/// whole one: {1, its rows, columns}. It is applied after all other axes, and only one axis can
-/// have it.
+/// Treats the first `dims` dims, two or more, as one dim, and divides that into chunks, one for
+/// each rank of the axis. Use it for the stacked weights of a few experts, {experts, rows,
+/// columns}: many ranks divide the rows of all experts, and each part is one run of memory. The
+/// local tensor has as many dims as the whole one: {1, its rows, columns}. A BlockShard is applied
+/// after all other axes, and only one axis can have it.
 struct BlockShard {
   int64_t dims = 2;
   bool operator==(const BlockShard&) const = default;

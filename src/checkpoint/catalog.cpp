@@ -35,9 +35,7 @@ std::map<std::string, std::vector<int64_t>> sharding_info(
   }
   for (const auto& entry : header.entries) {
     const auto found = saved.find(entry.name);
-    FSDP_CHECK_AS(
-        CheckpointError, found != saved.end(), where, ": there is no '", entry.name,
-        "' where one has to be");
+    FSDP_CHECK_AS(CheckpointError, found != saved.end(), where, ": '", entry.name, "' is missing");
     auto& offsets = found->second;
     auto sizes = offsets;
     bool fits = offsets.size() == entry.sizes.size();
@@ -232,13 +230,13 @@ void Catalog::index(const std::string& where) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     FSDP_CHECK_AS(
         CheckpointError, tensor_index_.emplace(tensors[i].name, i).second, where, ": the tensor '",
-        tensors[i].name, "' is there twice");
+        tensors[i].name, "' occurs twice");
   }
   for (size_t i = 0; i < values.size(); ++i) {
     FSDP_CHECK_AS(
         CheckpointError,
         !tensor_index_.contains(values[i].first) && value_index_.emplace(values[i].first, i).second,
-        where, ": the name '", values[i].first, "' is there twice");
+        where, ": the name '", values[i].first, "' occurs twice");
   }
 }
 

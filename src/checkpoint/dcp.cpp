@@ -74,7 +74,7 @@ at::ScalarType torch_dtype(
 PickleView field(const PickleView& object, const char* name, const std::string& where) {
   const auto state = object.is(Kind::Object) ? object.state() : std::nullopt;
   const auto found = state ? state->find(name) : std::nullopt;
-  FSDP_CHECK_AS(CheckpointError, found, where, ": there is no '", name, "' where one has to be");
+  FSDP_CHECK_AS(CheckpointError, found, where, ": '", name, "' is missing");
   return *found;
 }
 

@@ -124,7 +124,7 @@ class JsonBuilder : public nlohmann::json_sax<json> {
     std::sort(names_.begin(), names_.end());
     const auto twice = std::adjacent_find(names_.begin(), names_.end());
     FSDP_CHECK_AS(
-        CheckpointError, twice == names_.end(), file_, ": the key '", *twice, "' is there twice");
+        CheckpointError, twice == names_.end(), file_, ": the key '", *twice, "' occurs twice");
   }
 
   struct Open {
@@ -192,7 +192,7 @@ JsonView json_field(JsonView object, const char* name, const std::string& file) 
       }
     }
   }
-  FSDP_THROW(CheckpointError, file, ": there is no '", name, "' where one has to be");
+  FSDP_THROW(CheckpointError, file, ": '", name, "' is missing");
 }
 
 const std::string& json_string(JsonView value, const char* what, const std::string& file) {

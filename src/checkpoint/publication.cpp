@@ -59,7 +59,7 @@ void check_replaceable(const Publication& publication, const Path& folder) {
   for (const auto& name : list_folder(folder)) {
     FSDP_CHECK_AS(
         CheckpointError, publication.overwrite, target.string(),
-        " is there already, and overwrite is off");
+        " exists already, and overwrite is off");
     FSDP_CHECK_AS(
         CheckpointError,
         name.ends_with(".safetensors") || name == kManifestName || name == kHfIndexName,

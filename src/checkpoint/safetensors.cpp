@@ -203,7 +203,7 @@ std::string layout_safetensors(SafetensorsHeader& header, const std::string& fil
         CheckpointError, !__builtin_add_overflow(end, entry.bytes(), &end), where, ": too large");
     FSDP_CHECK_AS(
         CheckpointError, entry.name != kMetadata && !object.contains(entry.name), where,
-        ": this name cannot be used, or is there twice");
+        ": this name cannot be used, or occurs twice");
     object[entry.name] = {
         {"dtype", dtype_name(entry.dtype, where)},
         {"shape", entry.sizes},

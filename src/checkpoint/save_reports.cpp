@@ -89,8 +89,8 @@ void SaveReports::wait(
       next_look = now + kLookForDeath;
     }
     FSDP_CHECK_AS(
-        CheckpointError, now - start <= timeout, "rank ", ranks_.rank, ": no word of rank ",
-        join(awaited()), " about ", what_, " after ", timeout.count(),
+        CheckpointError, now - start <= timeout, "rank ", ranks_.rank, ": rank ", join(awaited()),
+        " did not report on ", what_, " within ", timeout.count(),
         " ms: dead, or slower than the timeout of the save");
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 3 / 2, std::chrono::microseconds(50'000));

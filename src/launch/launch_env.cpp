@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/hash.h"
 #include "base/text.h"
 #include "launch/socket.h"
 
@@ -63,11 +64,7 @@ class Reader {
 // Returns the same port for all ranks of a job, and most likely another port for another job on the
 // same host.
 int derived_port(const std::string& job) {
-  uint32_t hash = 2166136261u; // FNV-1a gives the same value in every process
-  for (const char c : job) {
-    hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
-  }
-  return kFirstDerivedPort + static_cast<int>(hash % kNumDerivedPorts);
+  return kFirstDerivedPort + static_cast<int>(add_to_hash(kEmptyHash, job) % kNumDerivedPorts);
 }
 
 /// Reads the variables of these names. `because` is the one that tells of the launcher.
@@ -199,7 +196,7 @@ void require_master(LaunchEnv& launch) {
   }
   FSDP_CHECK_AS(
       ConfigError, !launch.master_addr.empty(), launch.launcher, ": ", launch.world_size,
-      " ranks, but nobody says where rank 0 runs; set MASTER_ADDR to its host on every rank");
+      " ranks, but the host of rank 0 is not known; set MASTER_ADDR to its host on every rank");
   FSDP_CHECK_AS(
       ConfigError,
       launch.local_world_size == 0 || launch.local_world_size >= launch.world_size ||

@@ -191,9 +191,11 @@ void with_kind_of(const char* function, optim::Optimizer& optimizer, Use use) {
       try_one(SGDKind{}) || try_one(RMSpropKind{}) || try_one(AdagradKind{}) ||
       try_one(MuonKind{}) || try_one(LowPrecisionAdamWKind{});
   TORCH_CHECK_VALUE(
-      known, "[", function, "] what a ", detail::type_name(typeid(optimizer)),
-      " keeps is not known here: Adam, AdamW, SGD, RMSprop, Adagrad, Muon and LowPrecisionAdamW "
-      "are, and what derives from them. Put its state into a StateDict by hand");
+      known, "[", function, "] the state of ", detail::type_name(typeid(optimizer)),
+      " is not supported. Supported are Adam, AdamW, SGD, RMSprop, Adagrad, Muon, "
+      "LowPrecisionAdamW "
+      "and classes derived from them. Put the state of another optimizer into a StateDict "
+      "yourself");
 }
 
 // ------------------------------------------------------------ Names

@@ -303,8 +303,8 @@ TEST_F(DcpFolders, NothingInThemRuns) {
   });
   const auto path = copy_of("hostile");
   set_file_text(path + "/.metadata", file_text(folder("hostile.metadata")));
-  EXPECT_TRUE(contains(problem_of(path), "/.metadata: there is no 'storage_data'"));
-  EXPECT_TRUE(contains(load_message(path), "/.metadata: there is no 'storage_data'"));
+  EXPECT_TRUE(contains(problem_of(path), "/.metadata: 'storage_data' is missing"));
+  EXPECT_TRUE(contains(load_message(path), "/.metadata: 'storage_data' is missing"));
   EXPECT_FALSE(detail::path_exists(folder("ran")));
 }
 

@@ -336,7 +336,7 @@ TEST(KilledSave, TheOthersNameWhoIsMissing) {
   auto jobs = jobs_of(1, path);
   jobs[0].publication.ranks.timeout = std::chrono::milliseconds(100);
   const auto message = message_of<CheckpointError>([&] { detail::run_save(jobs[0]); });
-  EXPECT_TRUE(contains(message, "no word of rank 1"));
+  EXPECT_TRUE(contains(message, "rank 1 did not report"));
 }
 
 /// The calling process gets a disk of so many bytes there, which goes with it.

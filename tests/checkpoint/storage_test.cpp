@@ -200,7 +200,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadHeader{"be counted", file_of(entry("a", "4294967296,4294967296", "0,8"))},
         BadHeader{"need 12 bytes", file_of(entry("a", "3", "0,8"))},
         BadHeader{"begin and an end", file_of(entry("a", "2", "8,0"))},
-        BadHeader{"no 'shape'", safetensors_file(R"({"a":{"dtype":"F32"}})", 0)},
+        BadHeader{"'shape' is missing", safetensors_file(R"({"a":{"dtype":"F32"}})", 0)},
         BadHeader{"not a string", safetensors_file(R"({"__metadata__":{"a":1}})", 0)}));
 
 } // namespace

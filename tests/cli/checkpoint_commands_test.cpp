@@ -296,7 +296,7 @@ TEST(Convert, RefusesWhatMakesNoSense) {
   refused({out, "--only", "nobody"}, "no tensor has a name that ");
   refused({out + ".safetensors"}, "choose a name without .safetensors");
   EXPECT_FALSE(detail::path_exists(out));
-  refused({path, "--format", "sharded"}, "is there already", 4);
+  refused({path, "--format", "sharded"}, "exists already", 4);
   refused({path, "--overwrite"}, "would lose its manifest and checksums; write to another", 4);
   refused(
       {path + "/.", "--format", "sharded", "--only", "rows|step", "--overwrite"},

@@ -356,7 +356,7 @@ TEST(OptimizerStateDict, NamesWhatDoesNotFitAndChangesNothing) {
     torch::optim::LBFGS unknown(net->parameters());
     EXPECT_TRUE(contains(
         message_of<c10::ValueError>([&] { get_optimizer_state_dict(net, unknown); }),
-        "LBFGS keeps is not known"));
+        "LBFGS is not supported"));
     EXPECT_TRUE(contains(
         message_of<c10::ValueError>([&] { get_optimizer_state_dict(net, early); }),
         "'state.in_proj.weight.sum' has sizes [16, 4]"));
