@@ -42,7 +42,7 @@ function header() {
   if (validations.length) {
     fact(
         'Validation loss', digits(validations.at(-1).validation_loss, 3),
-        finite(baseline) ? `bytes alone: ${digits(baseline, 3)}` : null);
+        finite(baseline) ? `token frequencies alone: ${digits(baseline, 3)}` : null);
   }
   const speed = values((line) => line.tokens_per_s);
   if (speed.length) fact('Tokens per second', count(median(speed)), 'median step');
@@ -74,18 +74,18 @@ function header() {
 function training() {
   if (column((line) => line.loss).length === 0)
     return missing('training', 'metrics.jsonl has no step with a loss.', 'Loss');
-  at('loss-lede').textContent = 'Cross entropy in nats per byte' +
+  at('loss-lede').textContent = 'Cross entropy in nats per token' +
       (steps.length > 40 ? '; the strong line is a running mean.' : '.');
   const items = [{color: css('accent'), name: 'training', shape: 'thin'}];
   if (validations.length)
     items.push({color: css('second'), name: 'validation, on held-out text', shape: 'thin'});
-  if (finite(baseline)) items.push({name: 'byte frequencies alone', shape: 'dashed'});
+  if (finite(baseline)) items.push({name: 'token frequencies alone', shape: 'dashed'});
   legend('loss-legend', items);
   figure('loss', lineChart({
            label: 'Training and validation loss by step',
            height: 300,
            format: (v) => three(v),
-           levels: finite(baseline) ? [{name: 'byte frequencies', value: baseline}] : [],
+           levels: finite(baseline) ? [{name: 'token frequencies', value: baseline}] : [],
            series: [
              {
                name: 'training',
@@ -132,7 +132,7 @@ function groupTable() {
     return;
   }
   // Equal neighbours (the layers of a model) become one row.
-  const compared = ['numel', 'dtype', 'shard_bytes', 'gathered_bytes', 'padding_bytes', 'on_host'];
+  const compared = ['numel', 'shard_bytes', 'gathered_bytes', 'padding_bytes', 'on_host'];
   const same = (a, b) => compared.every((key) => a[key] === b[key]);
   const runs = [];
   for (const group of groups) {
@@ -158,9 +158,8 @@ function groupTable() {
             el('code', {}, `${name(group)} … ${name(run.at(-1))}`), ' ',
             el('small', {}, `${run.length} alike, each`)) :
         cell(el('code', {}, name(group)));
-    const dtype = group.dtype ? optional(String(group.dtype).toLowerCase()) : null;
     return el(
-        'tr', {}, names, cell(count(group.numel), dtype),
+        'tr', {}, names, cell(count(group.numel)),
         ...sizes(group, optional(percent(group.padding_bytes / group.gathered_bytes))));
   });
   const all = {};
