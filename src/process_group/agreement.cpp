@@ -82,8 +82,8 @@ bool checks_collectives() {
   static const bool answer = [] {
     const auto asked = process_env("FSDP_CHECK_COLLECTIVES").value_or("all");
     FSDP_CHECK_AS(
-        ConfigError, asked == "all" || asked == "first" || asked == "none",
-        "FSDP_CHECK_COLLECTIVES is '", asked, "', not one of all, none");
+        ConfigError, asked == "all" || asked == "none", "FSDP_CHECK_COLLECTIVES is '", asked,
+        "', not one of all, none");
     return asked != "none";
   }();
   return answer;

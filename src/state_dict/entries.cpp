@@ -11,6 +11,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "base/hash.h"
 #include "base/text.h"
 #include "module/module_tree.h"
 #include "param/param_placement.h"
@@ -246,14 +247,16 @@ bool moves(const Entry& entry, const Value& value) {
 
 /// Returns a hash of the tensors that the ranks have to move. It must be the same on all ranks.
 int64_t print_of_moves(const std::vector<Entry>& entries, const StateDict& state) {
-  std::string text;
+  auto hash = kEmptyHash;
   for (const auto& entry : entries) {
     if (state.contains(entry.key) && moves(entry, state.at(entry.key))) {
       const auto& from = std::get<DTensor>(state.at(entry.key));
-      text += c10::str(entry.key, to_string(from.placements()), from.device_mesh().str(), ";");
+      for (const auto& text : {entry.key, to_string(from.placements()), from.device_mesh().str()}) {
+        hash = add_to_hash(hash, text);
+      }
     }
   }
-  return static_cast<int64_t>(std::hash<std::string>()(text) >> 2);
+  return static_cast<int64_t>(hash >> 2);
 }
 
 /// Returns the groups whose ranks tell each other of a failure: the world, or the groups that
