@@ -8,11 +8,13 @@ import math
 import os
 import pathlib
 import time
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from . import _C, _mesh
 from ._state import state_of
@@ -68,7 +70,7 @@ class Trace:
             ...
     trace.write("trace.json")
 
-    It records the thread that begins it. A thread has one at a time.
+    It records the thread that begins it. A second one in the same thread is an error.
     """
 
     def __init__(self, device: torch.device | str | None = None, memory: bool = True) -> None:
@@ -82,6 +84,10 @@ class Trace:
         self._began_us = time.time_ns() / 1e3
         self._recorder = _C.Trace(*self._arguments)
         return self
+
+    def is_recording(self) -> bool:
+        """True inside of the with statement."""
+        return self._recorder is not None
 
     def begin_step(self, step: int) -> None:
         """A step lasts until the next one begins, or until recording ends."""
@@ -166,9 +172,15 @@ class Run:
         return self
 
     def step(
-        self, loss: float, *, tokens: int = 0, lr: float | None = None, grad_norm: float | None = None
+        self,
+        loss: float | torch.Tensor,
+        *,
+        tokens: int = 0,
+        lr: float | None = None,
+        grad_norm: float | torch.Tensor | None = None,
     ) -> None:
         """Ends a step. `tokens` are those of the step, on all ranks."""
+        loss, grad_norm = _number(loss), _number(grad_norm)  # on all ranks: a DTensor's number takes a collective
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         self._steps += 1
@@ -176,9 +188,9 @@ class Run:
         if self._is_writer:
             line = {
                 "step": self._steps,
-                "loss": _finite(loss),
-                "grad_norm": _finite(grad_norm),
-                "lr": _finite(lr),
+                "loss": loss,
+                "grad_norm": grad_norm,
+                "lr": _number(lr),
                 "tokens": self._tokens,
                 "seconds": seconds,
                 "tokens_per_s": tokens / seconds,
@@ -194,8 +206,13 @@ class Run:
         following = self._steps + 1
         if following in self._traced:
             if self._trace is None:
-                self._trace = Trace(self._device).__enter__()
-            self._trace.begin_step(following)
+                self._trace = Trace(self._device)
+                try:
+                    self._trace.__enter__()
+                except RuntimeError as error:  # a Trace of the user's own
+                    warnings.warn(f"{error}: the page of this Run has no timeline of this rank", stacklevel=3)
+            if self._trace.is_recording():
+                self._trace.begin_step(following)
         elif self._trace is not None and following == self._traced.stop:
             self._trace.__exit__()
 
@@ -208,5 +225,8 @@ class Run:
             _C.write_report(str(self.folder))
 
 
-def _finite(value: float | None) -> float | None:
-    return float(value) if value is not None and math.isfinite(value) else None
+def _number(value: float | torch.Tensor | None) -> float | None:
+    """A number that JSON can hold."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return number if value is not None and math.isfinite(number := float(value)) else None

@@ -1,9 +1,11 @@
 """What fsdp_cpp.observe sees of a training."""
 
+import contextlib
 import json
 import threading
 
 import pytest
+import torch
 import torch.distributed as dist
 from parity import Collectives, batch, mesh_of, sharded_mlps
 from pool import DEVICE
@@ -114,6 +116,27 @@ def page(folder):
 
 def test_page_about_a_run(ranks, tmp_path):
     ranks(2).run(page, str(tmp_path / "run"))
+
+
+def beside_a_trace(folder):
+    """Rank 0 has a Trace of its own, and the norms of gradients are DTensors."""
+    model = sharded_mlps(fsdp_cpp)
+    with Trace(DEVICE) if dist.get_rank() == 0 else contextlib.nullcontext() as own:
+        with Run(folder, model, device=DEVICE, traced=range(2, 4)) as run:
+            for step in range(4):
+                loss = model(batch(step)).sum()
+                loss.backward()
+                run.step(loss=loss, grad_norm=torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+                assert own is None or own.is_recording()
+    dist.barrier()
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 and all(line["grad_norm"] > 0 and line["loss"] is not None for line in lines)
+    traced = json.loads((run.folder / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in traced} == {1}
+
+
+def test_page_beside_a_trace(ranks, tmp_path):
+    ranks(2).run(beside_a_trace, str(tmp_path / "run"))
 
 
 def misuse():
