@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <utility>
 
+#include <fsdp/activation_checkpoint_options.h>
 #include <fsdp/detail/recompute_scope.h>
 #include <fsdp/detail/recomputed_call.h>
 #include <fsdp/detail/repeatable.h>

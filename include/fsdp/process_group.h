@@ -49,8 +49,8 @@ class FSDP_API Work {
   void wait();
 
   /// Lets the first `wait()` of this Work and its copies call `finish` at its end, for collectives
-  /// of your own that compute something from the result. On an accelerator, only the stream that
-  /// waits first sees what `finish` does.
+  /// of your own that compute something from the result. May be called once. On an accelerator,
+  /// only the stream that waits first sees what `finish` does.
   void then(std::function<void()> finish);
 
  private:

@@ -44,14 +44,16 @@ PendingGather start_placed_gather(
     at::Tensor input,
     const ProcessGroup& group,
     std::shared_ptr<const GatherPlan> plan,
-    const GatherStreams& streams) {
+    const GatherStreams& streams,
+    at::Tensor buffer) {
   PendingGather gathered;
   gathered.placed = true;
   gathered.stream = streams.all_gather;
   gathered.input = std::move(input);
   wait_for_stream(streams.all_gather, streams.copy_in);
   const c10::OptionalStreamGuard on(streams.all_gather);
-  gathered.buffer = at::empty({plan->out_numel}, gathered.input.options());
+  gathered.buffer =
+      buffer.defined() ? std::move(buffer) : at::empty({plan->out_numel}, gathered.input.options());
   gathered.work = all_gather_placed_async(group, gathered.buffer, gathered.input, std::move(plan));
   gathered.issued = StreamEvent::of(streams.all_gather);
   return gathered;

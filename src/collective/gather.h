@@ -55,12 +55,13 @@ PendingGather start_gather(
     at::Tensor buffer = {});
 
 /// Gathers by `plan`, so that there is nothing to copy out. The group must support placed gathers.
-/// The buffer is allocated on the all-gather stream, and only this stream writes to it.
+/// Only the all-gather stream writes to the buffer, which is allocated on it if it is undefined.
 PendingGather start_placed_gather(
     at::Tensor input,
     const ProcessGroup& group,
     std::shared_ptr<const GatherPlan> plan,
-    const GatherStreams& streams = {});
+    const GatherStreams& streams = {},
+    at::Tensor buffer = {});
 
 /// Copies the gathered buffer into `whole` by `plan`. Only for the CPU. Does not change version
 /// counters.

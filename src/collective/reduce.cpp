@@ -115,7 +115,9 @@ PendingReduce start_reduce(
     check_flat(flat, numel, request.reduce_dtype, "the reduce-scatter's allocate");
     return flat;
   };
-  reducing.input = allocate(num_ranks * shard_numel);
+  reducing.input = request.input_memory
+                       ? request.input_memory->empty(num_ranks * shard_numel, options)
+                       : allocate(num_ranks * shard_numel);
   if (!grads.empty()) {
     lay_out(reducing.input, grads, num_ranks);
   }

@@ -7,6 +7,7 @@
 #include <fsdp/comm.h>
 
 #include "collective/divide_factors.h"
+#include "collective/spare_memory.h"
 #include "runtime/stream.h"
 
 namespace fsdp::detail {
@@ -22,7 +23,8 @@ struct ReduceRequest {
   ProcessGroup group;
   at::ScalarType reduce_dtype = at::kFloat;
   DivideFactors factors;
-  OptionalStream stream; // of the reduction; the gradients are on the current stream
+  OptionalStream stream;               // of the reduction; the gradients are on the current stream
+  SpareMemory* input_memory = nullptr; // for the input; if null, `comm` allocates it
 };
 
 /// A reduction in progress. `input` must live until the reduction is complete.

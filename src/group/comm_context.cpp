@@ -73,6 +73,7 @@ void CommContext::release_retired() {
     each.last_use.block(each.stream);
   }
   retired_.clear();
+  spare_memory.free();
 }
 
 // ------------------------------------------------------------ Order

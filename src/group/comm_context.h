@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "collective/gather.h"
+#include "collective/spare_memory.h"
 #include "group/reduction_queue.h"
 #include "runtime/comm_streams.h"
 
@@ -87,13 +88,17 @@ class CommContext {
   void retire(at::Tensor memory, const OptionalStream& stream, bool overlap);
   /// Call it after issuing a gather of `bytes`. Frees retired memory that was kept long enough.
   void gather_issued(int64_t bytes);
+  /// Frees all memory that is kept for later gathers.
   void release_retired();
   const std::deque<Retired>& retired() const {
     return retired_;
   }
 
+  /// For whole parameters and the inputs of reductions, on the CPU.
+  SpareMemory spare_memory;
+
   /// The reductions of all groups, in the order of backward.
-  ReductionQueue reductions;
+  ReductionQueue reductions{spare_memory};
 
   /// Appends a forward to the order.
   void record_forward(const std::shared_ptr<ForwardRecord>& record);

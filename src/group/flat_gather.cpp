@@ -26,47 +26,59 @@ auto in_extension(const char* function, const FSDPParam& param, F call) {
 
 } // namespace
 
-PendingGather FlatParams::start_gather(
-    const std::shared_ptr<AllGather>& comm, const GatherStreams& streams) {
+ParamsGather FlatParams::start_gather(
+    const std::shared_ptr<AllGather>& comm, const GatherStreams& streams, SpareMemory& memory) {
   const bool is_default = comm == default_all_gather();
   const bool placed = backend_places_ && is_default;
-  at::Tensor buffer;
-  at::Tensor input;
+  ParamsGather gather;
   {
     const c10::OptionalStreamGuard on(streams.copy_in);
     // A gather of the user's own may write to its output before it reads its input.
     const bool in_place = is_default && !placed && !alone();
-    input = gather_input(in_place ? comm.get() : nullptr, buffer);
+    make_gather_input(gather, in_place ? comm.get() : nullptr);
     copied_in_ = StreamEvent::of(offload_ ? streams.copy_in : std::nullopt);
   }
+  auto& pending = static_cast<PendingGather&>(gather);
   if (alone()) {
-    return {
-        .input = input, .buffer = input, .work = {}, .issued = StreamEvent::of(streams.copy_in)};
+    pending.buffer = pending.input;
+    pending.issued = StreamEvent::of(streams.copy_in);
+  } else if (placed) {
+    auto whole = has_streams(device()) ? at::Tensor() : empty_whole(memory);
+    pending =
+        start_placed_gather(std::move(pending.input), ranks_, plan_, streams, std::move(whole));
+  } else {
+    pending = detail::start_gather(
+        *comm, std::move(pending.input), ranks_, streams, std::move(pending.buffer));
   }
-  return placed ? start_placed_gather(std::move(input), ranks_, plan_, streams)
-                : detail::start_gather(*comm, std::move(input), ranks_, streams, std::move(buffer));
+  return gather;
 }
 
-/// Returns the tensor that this rank sends: the shard buffer itself, or one copy of it that casts,
+/// Makes the input, which this rank sends: the shard buffer itself, or one copy of it that casts,
 /// moves to the device and makes room for payloads. With an `allocator` the copy is made in this
-/// rank's part of a new `buffer`, into which the gather then writes.
-at::Tensor FlatParams::gather_input(AllGather* allocator, at::Tensor& buffer) {
+/// rank's part of a new buffer, into which the gather then writes.
+void FlatParams::make_gather_input(ParamsGather& gather, AllGather* allocator) {
   const bool on_device = shard_.device() == device();
   if (on_device && (layout_.sends_shards() || (alone() && layout_.all_plain()))) {
-    return shard_; // a single rank casts in the copy-out instead
+    gather.input = shard_; // a single rank casts in the copy-out instead
+    return;
   }
   at::NoGradGuard no_grad;
   // All shards move to the device in one transfer, and are cast there.
   const auto shard =
       on_device || layout_.sends_shards() ? shard_ : shard_.to(device(), /*non_blocking=*/true);
-  const auto payload_numel = make_payloads(shard);
-  const auto numel = layout_.gathered_numel + payload_numel;
+  gather.payloads = make_payloads(shard);
+  auto numel = layout_.gathered_numel;
+  for (const auto& sent : gather.payloads) {
+    for (const auto& tensor : sent.payload.tensors) {
+      numel += static_cast<int64_t>(tensor.nbytes()); // a group with payloads is sent as bytes
+    }
+  }
   const auto options = at::TensorOptions().device(device()).dtype(layout_.gather_dtype);
-  at::Tensor input;
+  auto& input = gather.input;
   constexpr int64_t kAlignment = 16; // so that a part can be seen as any dtype
   if (allocator && numel * static_cast<int64_t>(options.dtype().itemsize()) % kAlignment == 0) {
-    buffer = allocator->allocate({numel * ranks_.size()}, options);
-    input = buffer.narrow(0, ranks_.rank() * numel, numel);
+    gather.buffer = allocator->allocate({numel * ranks_.size()}, options);
+    input = gather.buffer.narrow(0, ranks_.rank() * numel, numel);
   } else {
     input = at::empty({numel}, options);
   }
@@ -76,20 +88,18 @@ at::Tensor FlatParams::gather_input(AllGather* allocator, at::Tensor& buffer) {
         typed_view(shard, run.shard.offset, run.shard.numel, run.dtype), /*non_blocking=*/true);
   }
   auto offset = layout_.gathered_numel;
-  for (const auto& sent : payloads_) {
+  for (const auto& sent : gather.payloads) {
     for (const auto& tensor : sent.payload.tensors) {
       const auto bytes = static_cast<int64_t>(tensor.nbytes());
       input.narrow(0, offset, bytes).copy_(tensor.view(-1).view(at::kByte), /*non_blocking=*/true);
       offset += bytes;
     }
   }
-  return input;
 }
 
-/// Calls pre_all_gather of the extensions. Returns the bytes that they send.
-int64_t FlatParams::make_payloads(const at::Tensor& shard) {
-  std::vector<Payload> payloads;
-  int64_t bytes = 0;
+/// Calls pre_all_gather of the extensions.
+std::vector<SentPayload> FlatParams::make_payloads(const at::Tensor& shard) const {
+  std::vector<SentPayload> payloads;
   for (size_t k = layout_.num_plain; k < params_.size(); ++k) {
     auto& param = *params_[layout_.order[k]];
     const auto& part = layout_.parts[layout_.order[k]].shard;
@@ -117,29 +127,33 @@ int64_t FlatParams::make_payloads(const at::Tensor& shard) {
           tensor.defined(), "[fully_shard] the all-gather extension of '", param.name(),
           "' sends an undefined tensor");
       tensor = tensor.dim() == 0 ? tensor.view({1}) : tensor.contiguous();
-      bytes += static_cast<int64_t>(tensor.nbytes());
     }
     payloads.push_back({&param, param.extension, std::move(payload)});
   }
-  payloads_ = std::move(payloads);
-  return bytes;
+  return payloads;
 }
 
-void FlatParams::take(PendingGather& gathered) {
+void FlatParams::take(ParamsGather& gathered, SpareMemory& memory) {
   told_of_write_ = false;
   if (gathered.placed) {
     whole_->adopt(std::exchange(gathered.buffer, at::Tensor()));
     whole_stream_ = gathered.stream;
     gathered.work = {}; // it may hold on to the buffer
   } else if (whole_) {
-    whole_->allocate();
+    whole_->adopt(empty_whole(memory));
     copy_out_all(gathered);
   }
   divided_ = at::Tensor();
 }
 
+/// Returns memory for the whole parameters.
+at::Tensor FlatParams::empty_whole(SpareMemory& memory) const {
+  const auto& whole = whole_->tensor();
+  return memory.empty(whole.numel(), whole.options());
+}
+
 /// None of the copies moves a version counter.
-void FlatParams::copy_out_all(const PendingGather& gathered) {
+void FlatParams::copy_out_all(const ParamsGather& gathered) {
   at::NoGradGuard no_grad;
   if (divided_.defined()) { // the neighbours' parts, one behind the other, are the whole
     at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -160,12 +174,12 @@ void FlatParams::copy_out_all(const PendingGather& gathered) {
 
 /// Copies every rank's parts to where they belong. A part that is no run of the whole parameter
 /// (sharded along another dim than 0, or sent by an extension) takes a second copy.
-void FlatParams::copy_out_parts(const PendingGather& gathered) {
+void FlatParams::copy_out_parts(const ParamsGather& gathered) {
   auto targets = gather_targets_;
   auto numels = gather_numels_;
   targets.resize(layout_.num_plain);
-  for (const auto& [param, extension, payload] : payloads_) {
-    for (const auto& tensor : payload.tensors) {
+  for (const auto& sent : gathered.payloads) {
+    for (const auto& tensor : sent.payload.tensors) {
       numels.push_back(static_cast<int64_t>(tensor.nbytes()));
       targets.emplace_back();
     }
@@ -194,12 +208,14 @@ void FlatParams::copy_out_parts(const PendingGather& gathered) {
       at::cat_out(whole, pieces, geometry.dim);
     }
   }
-  copy_out_payloads({targets.begin() + static_cast<int64_t>(layout_.num_plain), targets.end()});
+  copy_out_payloads(
+      gathered, {targets.begin() + static_cast<int64_t>(layout_.num_plain), targets.end()});
 }
 
-void FlatParams::copy_out_payloads(std::vector<at::Tensor> outputs) {
+void FlatParams::copy_out_payloads(
+    const ParamsGather& gathered, const std::vector<at::Tensor>& outputs) {
   auto next = outputs.begin();
-  for (auto& [param, extension, payload] : payloads_) {
+  for (const auto& [param, extension, payload] : gathered.payloads) {
     std::vector<at::Tensor> received;
     for (const auto& tensor : payload.tensors) {
       auto sizes = tensor.sizes().vec();
@@ -242,10 +258,10 @@ void FlatParams::divide() {
   divided_ = whole_->tensor().narrow(0, neighbours_.rank() * numel, numel).clone();
 }
 
-PendingGather FlatParams::start_neighbour_gather(AllGather& comm, const GatherStreams& streams) {
+ParamsGather FlatParams::start_neighbour_gather(AllGather& comm, const GatherStreams& streams) {
   // The current stream has written this rank's part.
   wait_for_stream(streams.copy_in, optional_current_stream(device()));
-  return detail::start_gather(comm, divided_, neighbours_, streams);
+  return {detail::start_gather(comm, divided_, neighbours_, streams), {}};
 }
 
 } // namespace fsdp::detail

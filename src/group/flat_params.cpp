@@ -487,11 +487,6 @@ void FlatParams::visit_memory(const MemoryVisitor& visit) const {
     visit(&MemoryStats::gradients, param->partial_grad);
     visit(&MemoryStats::gradients, user.local(user.tensor().grad()));
   }
-  for (const auto& each : payloads_) {
-    for (const auto& tensor : each.payload.tensors) {
-      visit(&MemoryStats::communication, tensor);
-    }
-  }
 }
 
 } // namespace fsdp::detail

@@ -34,6 +34,18 @@ struct ParamSpec {
 /// Throws if the parameter cannot be in a group. Changes nothing.
 void check_shardable(const ParamSpec& spec, const DataParallelMesh& mesh);
 
+/// What the extension of a parameter sends in a gather.
+struct SentPayload {
+  FSDPParam* param;
+  std::shared_ptr<AllGatherExtension> extension;
+  AllGatherPayload payload;
+};
+
+/// An all-gather of a group's parameters in progress.
+struct ParamsGather : PendingGather {
+  std::vector<SentPayload> payloads;
+};
+
 /// The parameters of one group and their memory: a flat buffer of shards, a flat buffer of whole
 /// parameters that can be freed, and the copies between them. The group decides when to copy and
 /// free. See Note [Flat layout of a group].
@@ -122,13 +134,10 @@ class FlatParams {
   // ---- Whole parameters
 
   /// Starts an all-gather of all shards.
-  PendingGather start_gather(const std::shared_ptr<AllGather>& comm, const GatherStreams& streams);
+  ParamsGather start_gather(
+      const std::shared_ptr<AllGather>& comm, const GatherStreams& streams, SpareMemory& memory);
   /// Makes the gathered parameters the whole ones, on the current stream.
-  void take(PendingGather& gathered);
-  /// Drops the payloads that extensions sent in the gather that was started last.
-  void drop_payloads() {
-    payloads_.clear();
-  }
+  void take(ParamsGather& gathered, SpareMemory& memory);
   /// Shows the parameters' shards or the whole parameters.
   void show(Face face);
   /// Shows them to users, see UserParam. The engine's tensors stay as they are.
@@ -159,7 +168,7 @@ class FlatParams {
   /// Keeps this rank's part of the whole parameters, for a gather among its neighbours.
   void divide();
   /// Starts an all-gather of the neighbours' parts.
-  PendingGather start_neighbour_gather(AllGather& comm, const GatherStreams& streams);
+  ParamsGather start_neighbour_gather(AllGather& comm, const GatherStreams& streams);
   void drop_divided() {
     divided_ = at::Tensor();
   }
@@ -170,13 +179,6 @@ class FlatParams {
   void wait_for_host_copies();
 
  private:
-  /// The payload of one parameter's extension, in the gather that was started last.
-  struct Payload {
-    FSDPParam* param;
-    std::shared_ptr<AllGatherExtension> extension;
-    AllGatherPayload payload;
-  };
-
   at::ScalarType gather_dtype(const FSDPParam& param) const; // also that of compute
   void check_on_host() const;
   void attach_params();
@@ -186,11 +188,12 @@ class FlatParams {
   [[noreturn]] void refuse_write(const FSDPParam& param);
   CollectiveLabel::Purpose make_purpose(const std::vector<FSDPParam*>& params) const;
   void abandon_whole();
-  at::Tensor gather_input(AllGather* allocator, at::Tensor& buffer);
-  int64_t make_payloads(const at::Tensor& shard);
-  void copy_out_all(const PendingGather& gathered);
-  void copy_out_parts(const PendingGather& gathered);
-  void copy_out_payloads(std::vector<at::Tensor> outputs);
+  void make_gather_input(ParamsGather& gather, AllGather* allocator);
+  std::vector<SentPayload> make_payloads(const at::Tensor& shard) const;
+  at::Tensor empty_whole(SpareMemory& memory) const;
+  void copy_out_all(const ParamsGather& gathered);
+  void copy_out_parts(const ParamsGather& gathered);
+  void copy_out_payloads(const ParamsGather& gathered, const std::vector<at::Tensor>& outputs);
 
   const ProcessGroup ranks_;
   std::vector<std::unique_ptr<FSDPParam>> params_;
@@ -218,7 +221,6 @@ class FlatParams {
   OptionalStream whole_stream_;         // the one on which a placed gather allocated the memory
   // Views of `whole_` in layout order, with one row per rank. Undefined for dims other than 0.
   std::vector<at::Tensor> gather_targets_;
-  std::vector<Payload> payloads_;
   Face shown_ = Face::Sharded;
   Face shown_to_users_ = Face::Sharded;
   bool told_of_write_ = false; // to the whole parameters of the last gather

@@ -76,7 +76,7 @@ GradReducer::GradReducer(
     FlatParams& flat,
     const std::optional<ProcessGroup>& replicas,
     std::optional<at::ScalarType> reduce_dtype)
-    : reduce_dtype(reduce_dtype), flat_(flat), replicas_(replicas), group_(flat.ranks()) {
+    : flat_(flat), replicas_(replicas), reduce_dtype_(reduce_dtype), group_(flat.ranks()) {
   for (const auto& param : flat_.params()) {
     param->set_reduce_dtype(reduce_dtype);
   }
@@ -109,7 +109,7 @@ void GradReducer::wait_for_host_copies() {
 /// The dtype in which the parameter's gradient is reduced. A complex gradient keeps its own.
 at::ScalarType GradReducer::wire_dtype(const FSDPParam& param) const {
   const auto dtype = param.unsharded().scalar_type();
-  return at::isFloatingType(dtype) ? reduce_dtype.value_or(dtype) : dtype;
+  return at::isFloatingType(dtype) ? reduce_dtype_.value_or(dtype) : dtype;
 }
 
 void GradReducer::add_to(ShardingPlan::Group& plan) const {
@@ -200,6 +200,9 @@ void GradReducer::start(ReductionQueue& queue, at::ScalarType dtype, bool is_las
            .factor = gradient_divide_factor,
            .force_sum = force_sum}),
       .stream = queue.reduce_scatter_stream()};
+  if (!has_streams(flat_.device()) && reduce_scatter_ == default_reduce_scatter()) {
+    reduction.request.input_memory = &queue.spare_memory();
+  }
   const CollectiveLabel collective(name_, &flat_.purpose(reduction.params));
   reduction.reducing = start_reduce(*reduce_scatter_, inputs, reduction.request);
   if (finishes_on_stream(reduction)) {
@@ -232,6 +235,9 @@ bool GradReducer::finish_reduce_scatter(Reduction& reduction) {
   if (!reduction.grads_are_enqueued) {
     const c10::OptionalStreamGuard on(scatter);
     std::exchange(reduction.reducing.work, {}).wait();
+    if (reduction.request.input_memory) { // before hooks run, which may need memory
+      reduction.request.input_memory->keep(std::exchange(reduction.reducing.input, at::Tensor()));
+    }
     add_partial_grads(reduction);
     if (replicas_ && !reduction.all_reduce) {
       keep_partial_grads(reduction);

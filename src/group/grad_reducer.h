@@ -75,7 +75,10 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   bool reduce_unused_params = false;
   std::optional<double> gradient_divide_factor;
   bool force_sum = false;
-  std::optional<at::ScalarType> reduce_dtype; // if empty, the gradients' own
+  /// The dtype of the reduction. If empty, the gradients' own.
+  std::optional<at::ScalarType> reduce_dtype() const {
+    return reduce_dtype_;
+  }
 
  private:
   at::ScalarType wire_dtype(const FSDPParam& param) const;
@@ -92,6 +95,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
 
   FlatParams& flat_;
   const std::optional<ProcessGroup> replicas_;
+  const std::optional<at::ScalarType> reduce_dtype_;
   std::string name_;
   ProcessGroup group_; // of the reduce-scatters
   std::shared_ptr<ReduceScatter> reduce_scatter_ = default_reduce_scatter();

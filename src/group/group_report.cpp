@@ -8,7 +8,7 @@ void FSDPParamGroup::log_layout() const {
   if (flat_.ranks().rank() != 0) {
     return; // the other ranks would log the same
   }
-  const auto& reduce_dtype = reducer_->reduce_dtype;
+  const auto& reduce_dtype = reducer_->reduce_dtype();
   log(LogLevel::Info, c10::str(
                           "group=\"", name_, "\" ranks=", size(), " ", flat_.describe(),
                           " reduce_dtype=", reduce_dtype ? c10::toString(*reduce_dtype) : "same",
@@ -46,6 +46,11 @@ void FSDPParamGroup::visit_memory(const MemoryVisitor& visit) const {
   };
   if (gather_) {
     visit_gather(*gather_);
+    for (const auto& sent : gather_->payloads) {
+      for (const auto& tensor : sent.payload.tensors) {
+        visit(&MemoryStats::communication, tensor);
+      }
+    }
   }
   if (const auto* parked = comm->parked()) {
     visit_gather(*parked);
@@ -54,6 +59,7 @@ void FSDPParamGroup::visit_memory(const MemoryVisitor& visit) const {
     visit(&MemoryStats::gathered, each.memory);
   }
   const auto& queue = comm->reductions;
+  visit(&MemoryStats::communication, comm->spare_memory.kept());
   for (const auto* reductions : {&queue.reduce_scatters(), &queue.all_reduces()}) {
     for (const auto& reduction : *reductions) {
       if (reduction.reducer.lock() == reducer_) {

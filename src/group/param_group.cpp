@@ -64,6 +64,7 @@ FSDPParamGroup::FSDPParamGroup(
 void FSDPParamGroup::enter(ParamsState next) {
   check_transition(state_, next, name_);
   state_ = next;
+  flat_.show(modules_see_whole() ? Face::Unsharded : Face::Sharded);
 }
 
 void FSDPParamGroup::set_name(const std::string& name, int64_t model, bool one_of_several) {
@@ -154,9 +155,9 @@ void FSDPParamGroup::start_gather(UnshardFor purpose) {
   } else {
     lazy_init();
     if (state_ != ParamsState::Sharded) { // what is left of an earlier gather
-      to_sharded(/*overlap_next_gather=*/!is_in_backward(purpose));
+      to_sharded(is_in_backward(purpose) ? ReshardAfter::Backward : ReshardAfter::Forward);
     }
-    gather_ = flat_.start_gather(all_gather_, streams);
+    gather_ = flat_.start_gather(all_gather_, streams, comm->spare_memory);
     gathered_version_ = shard_version();
   }
   enter(ParamsState::Gathering);
@@ -169,7 +170,6 @@ void FSDPParamGroup::start_gather(UnshardFor purpose) {
 void FSDPParamGroup::wait_for_unshard(UnshardFor purpose) {
   if (state_ == ParamsState::Kept && is_current()) {
     enter(ParamsState::Unsharded);
-    flat_.show(Face::Unsharded);
     return;
   }
   if ((state_ == ParamsState::Gathering || state_ == ParamsState::Kept) && !is_current()) {
@@ -187,15 +187,13 @@ void FSDPParamGroup::wait_for_unshard(UnshardFor purpose) {
   const auto current = optional_current_stream(flat_.device());
   try {
     gather_->wait(current);
-    flat_.take(*gather_);
+    flat_.take(*gather_, comm->spare_memory);
   } catch (...) { // the collective or an extension failed: the next unshard begins anew
     reset();
     throw;
   }
-  enter(ParamsState::Unsharded);
-  flat_.show(Face::Unsharded);
   auto gathered = *std::exchange(gather_, std::nullopt);
-  flat_.drop_payloads();
+  enter(ParamsState::Unsharded);
   if (gathered.placed && gathered.input.is_same(flat_.shard())) {
     return; // all of its memory stays in use
   }
@@ -227,42 +225,42 @@ void FSDPParamGroup::reshard(ReshardAfter when) {
   if (forward && ranks_after_forward_ < size() && !flat_.was_changed()) {
     divide();
   } else {
-    to_sharded(forward);
+    to_sharded(when);
   }
 }
 
 void FSDPParamGroup::divide() {
   if (state_ == ParamsState::Unsharded) {
     flat_.divide();
-    flat_.show(Face::Sharded);
-    free_whole(/*overlap_next_gather=*/true);
     enter(ParamsState::Divided);
+    free_whole(ReshardAfter::Forward);
   }
 }
 
 /// Frees the whole parameters, and adopts shards that were replaced. No gather is under way.
-void FSDPParamGroup::to_sharded(bool overlap_next_gather) {
-  show_shards(overlap_next_gather);
+void FSDPParamGroup::to_sharded(ReshardAfter when) {
+  show_shards(when);
   if (flat_.was_changed()) {
     flat_.build();
     comm->gather_after(StreamEvent::of(optional_current_stream(flat_.device())));
   }
 }
 
-void FSDPParamGroup::show_shards(bool overlap_next_gather) {
+void FSDPParamGroup::show_shards(ReshardAfter when) {
   TORCH_INTERNAL_ASSERT(!gather_);
-  flat_.show(Face::Sharded);
-  flat_.drop_divided();
-  free_whole(overlap_next_gather);
   enter(ParamsState::Sharded);
+  flat_.drop_divided();
+  free_whole(when);
 }
 
 /// Memory that a gather allocated on its own stream goes back to that stream; see Note [Who keeps
-/// communication buffers alive].
-void FSDPParamGroup::free_whole(bool overlap_next_gather) {
+/// communication buffers alive]. On the CPU the next collective takes it.
+void FSDPParamGroup::free_whole(ReshardAfter when) {
   auto [memory, stream] = flat_.free_whole();
   if (stream && stream != optional_current_stream(flat_.device())) {
-    comm->retire(std::move(memory), stream, overlap_next_gather);
+    comm->retire(std::move(memory), stream, /*overlap=*/when == ReshardAfter::Forward);
+  } else if (when != ReshardAfter::User) {
+    comm->spare_memory.keep(std::move(memory));
   }
 }
 
@@ -273,7 +271,6 @@ void FSDPParamGroup::discard_gather() {
     gather_->wait(current);                       // its buffer is being written
     comm->gather_after(StreamEvent::of(current)); // and goes back to the copy-in stream
     gather_.reset();
-    flat_.drop_payloads();
   }
 }
 
@@ -322,7 +319,7 @@ void FSDPParamGroup::post_forward() {
   if (ranks_after_forward_ > 0 || !whole_before_forward_) {
     flat_.check_whole_unwritten();
     discard_gather();
-    to_sharded(/*overlap_next_gather=*/true);
+    to_sharded(ReshardAfter::Forward);
   }
 }
 
@@ -342,7 +339,7 @@ void FSDPParamGroup::prefetch(UnshardFor purpose) {
   unshard(purpose);
 }
 
-void FSDPParamGroup::post_backward(bool is_last, bool keep) {
+void FSDPParamGroup::post_backward(BackwardKind kind) {
   const Range range("post_backward", label_);
   {
     const Range accumulating("post_backward_accumulate", label_);
@@ -350,10 +347,10 @@ void FSDPParamGroup::post_backward(bool is_last, bool keep) {
       reducer_->accumulate();
     }
   }
-  if (keep && state_ == ParamsState::Unsharded) {
+  if (kind.creates_graph && state_ == ParamsState::Unsharded) {
     enter(ParamsState::KeptForGraph);
   }
-  const bool graph_needs_it = keep || state_ == ParamsState::KeptForGraph;
+  const bool graph_needs_it = kind.creates_graph || state_ == ParamsState::KeptForGraph;
   if (!graph_needs_it && reshard_after_backward) {
     const Range resharding("post_backward_reshard", label_);
     reshard(ReshardAfter::Backward);
@@ -366,8 +363,8 @@ void FSDPParamGroup::post_backward(bool is_last, bool keep) {
       comm->reductions.make_room();
     }
     const Range reducing("post_backward_reduce", label_);
-    const bool is_complete = reducer_->has_reduced_grads_hook() && is_last && !graph_needs_it &&
-                             !comm->expects_backward(*this);
+    const bool is_complete = reducer_->has_reduced_grads_hook() && kind.is_last &&
+                             !graph_needs_it && !comm->expects_backward(*this);
     reducer_->start(comm->reductions, is_complete);
   }
   record_event(EventLog::Kind::PostBackward, name_, TrainingState::PostBackward);
@@ -377,17 +374,17 @@ void FSDPParamGroup::post_backward(bool is_last, bool keep) {
 void FSDPParamGroup::keep_whole() {
   if (modules_see_whole()) {
     flat_.check_whole_unwritten();
-    flat_.show(Face::Sharded);
     enter(ParamsState::Kept);
   }
 }
 
-void FSDPParamGroup::end_backward(bool is_last, bool keep) {
+void FSDPParamGroup::end_backward(BackwardKind kind) {
   wait_for_host_copies();
-  if (is_last) {
+  if (kind.is_last) {
     drop_gather();
   }
-  if (keep) { // the graph of this backward needs them whole, but users want to see gradients
+  if (kind.creates_graph) { // the graph of this backward needs them whole, but users want to see
+                            // gradients
     flat_.show_to_users(Face::Sharded);
     return;
   }
@@ -396,7 +393,7 @@ void FSDPParamGroup::end_backward(bool is_last, bool keep) {
   }
   keep_whole();
   // If the gradients are complete, an optimizer may step. Version counters do not always show that.
-  const bool complete = is_last && reduce_grads && (!replicas_ || reducer_->all_reduce_grads);
+  const bool complete = kind.is_last && reduce_grads && (!replicas_ || reducer_->all_reduce_grads);
   if (state_ == ParamsState::Kept && complete) {
     enter(ParamsState::Outdated);
   }
@@ -418,7 +415,6 @@ void FSDPParamGroup::wait_for_host_copies() {
 
 void FSDPParamGroup::reset() {
   gather_.reset();
-  flat_.drop_payloads();
   show_shards(); // the next gather adopts shards that were replaced, and may refuse to
 }
 

@@ -37,6 +37,12 @@ enum class UnshardFor : std::uint8_t {
 /// When a group is resharded.
 enum class ReshardAfter : std::uint8_t { Forward, Backward, User };
 
+/// The kind of a backward.
+struct BackwardKind {
+  bool is_last = true;        // before an optimizer steps
+  bool creates_graph = false; // whose own backward needs the whole parameters
+};
+
 /// The parameters that are communicated together: one all-gather unshards them, one reduce-scatter
 /// reduces their gradients. This class decides when that happens. FlatParams has the parameters'
 /// memory, and GradReducer reduces the gradients.
@@ -121,12 +127,12 @@ class FSDPParamGroup {
   /// Starts an unshard that somebody will wait for later.
   void prefetch(UnshardFor purpose);
   /// Reshards, then starts the reduction of the gradients that backward has left: so the whole
-  /// parameters are not in memory beside the buffers of the reduction. `is_last` is false if more
-  /// backwards follow before an optimizer steps. With `keep` the modules go on seeing whole
-  /// parameters: backward made a graph of them (create_graph), whose own backward is to come.
-  void post_backward(bool is_last = true, bool keep = false);
-  /// The modules see shards, unless `keep`. After the last backward no gather is under way.
-  void end_backward(bool is_last, bool keep = false);
+  /// parameters are not in memory beside the buffers of the reduction. If backward creates a graph,
+  /// the modules go on seeing whole parameters.
+  void post_backward(BackwardKind kind);
+  /// The modules see shards, unless backward creates a graph. After the last backward no gather is
+  /// under way.
+  void end_backward(BackwardKind kind);
   /// Forgets a gather that a forward prefetched and nobody used.
   void drop_unused_prefetch();
   /// Waits until offloaded shards have been read, and their gradients written.
@@ -160,16 +166,17 @@ class FSDPParamGroup {
   bool modules_see_whole() const {
     return state_ == ParamsState::Unsharded || state_ == ParamsState::KeptForGraph;
   }
+  /// Goes on to the next state, and shows the modules what they see in it.
   void enter(ParamsState next);
   bool is_current();
   void check_no_step();
   void take_first_replica();
   void start_gather(UnshardFor purpose);
-  void to_sharded(bool overlap_next_gather = false);
-  void show_shards(bool overlap_next_gather = false);
+  void to_sharded(ReshardAfter when = ReshardAfter::User);
+  void show_shards(ReshardAfter when = ReshardAfter::User);
   void keep_whole();
   void divide();
-  void free_whole(bool overlap_next_gather);
+  void free_whole(ReshardAfter when);
   void discard_gather();
 
   std::string name_;
@@ -183,7 +190,7 @@ class FSDPParamGroup {
   bool from_first_replica_; // until it was done
 
   ParamsState state_ = ParamsState::Sharded;
-  std::optional<PendingGather> gather_;        // exactly while Gathering
+  std::optional<ParamsGather> gather_;         // exactly while Gathering
   UnshardFor gathered_for_ = UnshardFor::User; // of the gather that was started last
   uint64_t gathered_version_ = 0;              // of the shards that the last gather sent
   bool whole_before_forward_ = false;          // before the forward that is running

@@ -173,11 +173,8 @@ void FSDPModule::set_reduce_scatter_max_input_buffers(int max_input_buffers, boo
   TORCH_CHECK_VALUE(
       max_input_buffers >= 1, "[FSDPModule] max_input_buffers must be a positive int, not ",
       max_input_buffers);
-  const auto count = static_cast<size_t>(max_input_buffers);
   for_each_group(recurse, [&](auto& group) {
-    group.max_input_buffers = count;
-    auto& most = group.comm->reductions.max_input_buffers; // the root's, after the first forward
-    most = std::max(most, count);
+    group.max_input_buffers = static_cast<size_t>(max_input_buffers);
   });
 }
 

@@ -9,9 +9,9 @@
 
 #include "base/text.h"
 #include "module/module_tree.h"
-#include "param/autograd_compat.h"
 #include "param/tensor_piece.h"
 #include "param/unfilled.h"
+#include "runtime/autograd_compat.h"
 #include "runtime/op_interceptor.h"
 #include "runtime/seeded_draws.h"
 

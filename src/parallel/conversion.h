@@ -11,8 +11,8 @@
 #include <fsdp/device_mesh.h>
 #include <fsdp/placement.h>
 
-#include "param/autograd_compat.h"
 #include "process_group/observer.h"
+#include "runtime/autograd_compat.h"
 
 namespace fsdp::detail {
 

@@ -14,8 +14,8 @@
 #include "module/module_tree.h"
 #include "parallel/local_move.h"
 #include "parallel/styles.h"
-#include "param/autograd_compat.h"
 #include "param/tensor_piece.h"
+#include "runtime/autograd_compat.h"
 #include "runtime/stream.h"
 
 namespace fsdp {

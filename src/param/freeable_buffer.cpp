@@ -1,7 +1,6 @@
 #include "param/freeable_buffer.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/version.h>
 
@@ -30,27 +29,13 @@ void FreeableBuffer::set_owner(const std::string& owner) {
       "(set_unshard_in_backward), and do not reshard() while it runs");
 }
 
-void FreeableBuffer::allocate() {
-  if (allocated_) {
-    return;
-  }
-  // On the CPU a counting allocator may have been installed since the storage was made.
-  auto* allocator = tensor_.is_cpu() ? c10::GetCPUAllocator()
-                                     : tensor_.storage().unsafeGetStorageImpl()->allocator();
-  set_memory(allocator->allocate(nbytes_));
-}
-
 void FreeableBuffer::adopt(at::Tensor tensor) {
   auto* from = tensor.storage().unsafeGetStorageImpl();
   TORCH_INTERNAL_ASSERT(
       !allocated_ && from->nbytes() == nbytes_ && tensor.device() == tensor_.device());
   auto memory = from->set_data_ptr(at::DataPtr(nullptr, tensor.device()));
   from->set_nbytes(0);
-  set_memory(std::move(memory));
   lender_ = std::move(tensor);
-}
-
-void FreeableBuffer::set_memory(at::DataPtr memory) {
   auto* storage = tensor_.storage().unsafeGetStorageImpl();
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   storage->clear_data_ptr_access_error_msg_();

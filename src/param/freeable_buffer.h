@@ -9,11 +9,10 @@ namespace fsdp::detail {
 // Note [Freeing by storage]
 //
 // Autograd saves an unsharded parameter as a reference to its storage object. So the storage object
-// stays between reshard and the next unshard, and only its memory is freed. Then it gets memory
-// again, newly allocated or from a gather, with the same values. All saved tensors are valid again,
-// without any change to them.
+// stays between reshard and the next unshard, and only its memory is freed. Then it gets other
+// memory, with the same values. All saved tensors are valid again, without any change to them.
 
-/// A flat buffer whose memory can be freed, and allocated or adopted again, in place. All views of
+/// A flat buffer whose memory can be freed, and replaced by that of another tensor. All views of
 /// the buffer follow. Access to a freed buffer throws and names the owner; before torch 2.13 the
 /// data pointer is null instead.
 class FreeableBuffer {
@@ -29,17 +28,14 @@ class FreeableBuffer {
   bool allocated() const {
     return allocated_;
   }
-  void allocate();
   /// Takes the memory of `tensor`, which must have as many bytes and the same device. The buffer
   /// must have no memory before, and `tensor` has none afterwards.
   void adopt(at::Tensor tensor);
-  /// Frees the memory and returns an undefined tensor. Adopted memory goes back to its tensor
-  /// instead, which is returned: the memory is freed when the caller drops this tensor.
+  /// Gives the memory back to its tensor, which is returned. The memory is freed when the caller
+  /// drops this tensor.
   at::Tensor free();
 
  private:
-  void set_memory(at::DataPtr memory);
-
   at::Tensor tensor_;
   at::Tensor lender_; // the tensor whose memory was adopted
   std::string message_;

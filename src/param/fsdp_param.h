@@ -9,10 +9,10 @@
 #include <optional>
 #include <string>
 
-#include "param/autograd_compat.h"
 #include "param/data_parallel_mesh.h"
 #include "param/shard_geometry.h"
 #include "param/user_param.h"
+#include "runtime/autograd_compat.h"
 
 namespace fsdp::detail {
 

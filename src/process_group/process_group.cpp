@@ -135,12 +135,8 @@ void Work::then(std::function<void()> finish) {
     finish();
     return;
   }
-  state_->finish = [before = std::move(state_->finish), finish = std::move(finish)] {
-    if (before) {
-      before();
-    }
-    finish();
-  };
+  TORCH_CHECK(!state_->finish, "[Work] then() was called before on this collective");
+  state_->finish = std::move(finish);
 }
 
 ProcessGroup::ProcessGroup(std::shared_ptr<detail::GroupState> state) : state_(std::move(state)) {}

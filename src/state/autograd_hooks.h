@@ -5,7 +5,7 @@
 #include <functional>
 #include <vector>
 
-#include "param/autograd_compat.h"
+#include "runtime/autograd_compat.h"
 
 namespace fsdp::detail {
 

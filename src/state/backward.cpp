@@ -47,6 +47,10 @@ void FSDPState::pre_backward(ForwardRecord& record, uint64_t version, bool parti
       version == shard_version() && !replaced, "[fully_shard] parameters of ", module_text(name_),
       " were modified (an optimizer step, for example) between its forward and its backward, "
       "which would compute gradients of something else; run forward again after the step");
+  TORCH_CHECK(
+      training_state_ != TrainingState::Forward, "[fully_shard] backward reached an output of ",
+      module_text(name_),
+      " while another forward of it runs; run that backward before or after it");
   record.is_over = !keeps_graph();
   context_->creates_graph |= at::GradMode::is_enabled();
   if (partial) {
@@ -54,9 +58,10 @@ void FSDPState::pre_backward(ForwardRecord& record, uint64_t version, bool parti
   } else {
     queue_final_callback();
   }
-  if (std::exchange(training_state_, TrainingState::PreBackward) == TrainingState::PreBackward) {
+  if (training_state_ == TrainingState::PreBackward) {
     return; // another output of the same forward
   }
+  enter(TrainingState::PreBackward);
   for (const auto& group : groups_) {
     group->pre_backward();
   }
@@ -91,10 +96,10 @@ void FSDPState::prefetch_for_backward(const ForwardRecord& record) {
 void FSDPState::post_backward() {
   grad_arrived(); // no hook announces the backward of an intermediate result
   if (training_state_ != TrainingState::Forward) { // else a backward inside of the forward
-    training_state_ = TrainingState::PostBackward;
+    enter(TrainingState::PostBackward);
   }
   for (auto group = groups_.rbegin(); group != groups_.rend(); ++group) {
-    (*group)->post_backward(context_->is_last_backward, /*keep=*/context_->creates_graph);
+    (*group)->post_backward(context_->backward_kind());
   }
 }
 
@@ -130,7 +135,8 @@ void FSDPState::finish_states(
     const std::vector<std::shared_ptr<FSDPState>>& states,
     StateContext& context,
     CommContext& comm) {
-  const bool keep = std::exchange(context.creates_graph, false);
+  const auto kind = context.backward_kind();
+  context.creates_graph = false;
   for (const auto& state : states) {
     state->yet_to_forward_.clear();
     for (auto it = state->groups_.rbegin(); it != state->groups_.rend(); ++it) {
@@ -139,17 +145,18 @@ void FSDPState::finish_states(
       auto& group = **it;
       const bool late = group.reduce_grads && group.reducer().has_grads();
       if (state->training_state_ != TrainingState::PostBackward || late) {
-        group.post_backward(context.is_last_backward, keep);
+        group.post_backward(kind);
       }
     }
-    state->training_state_ = TrainingState::Idle;
+    state->enter(TrainingState::Idle);
   }
   comm.reductions.finish_all();
   for (const auto& state : states) {
     for (const auto& group : state->groups_) {
-      group->end_backward(context.is_last_backward, keep);
+      group->end_backward(kind);
     }
   }
+  comm.release_retired();
 }
 
 void FSDPState::compare_calls_of(const StateContext& context, const CommContext& comm) {

@@ -68,6 +68,15 @@ std::vector<std::shared_ptr<FSDPState>> FSDPState::states_in(const Subtree& belo
   return states;
 }
 
+void FSDPState::enter(TrainingState next) {
+  TORCH_INTERNAL_ASSERT(
+      training_state_ == TrainingState::Idle || next == TrainingState::Idle ||
+          is_of_backward(training_state_) == is_of_backward(next),
+      module_text(name_), " cannot become ", to_string(next), " while it is ",
+      to_string(training_state_));
+  training_state_ = next;
+}
+
 // ------------------------------------------------------------ Forward
 
 bool FSDPState::is_running(const void* module) const {
@@ -84,7 +93,7 @@ bool FSDPState::pre_forward(const void* module) {
     lazy_init();
   }
   const bool begins = training_state_ != TrainingState::Forward || !context_->forward_root;
-  training_state_ = TrainingState::Forward;
+  enter(TrainingState::Forward);
   if (!context_->forward_root) {
     begin_root_forward();
   }
@@ -123,6 +132,14 @@ void FSDPState::begin_root_forward() {
   context_->forward_root = this;
   context_->num_forwards += at::GradMode::is_enabled() ? 1 : 0;
   keep_backward_in_its_thread(device_);
+  auto& buffers = comm_->reductions.max_input_buffers;
+  for (const auto& weak : context_->states) {
+    if (const auto state = weak.lock()) {
+      for (const auto& group : state->groups_) {
+        buffers = std::max(buffers, group->max_input_buffers);
+      }
+    }
+  }
   if (context_->post_optim_event) {
     comm_->gather_after(*context_->post_optim_event);
     context_->post_optim_event.reset();
@@ -224,6 +241,7 @@ void FSDPState::end_forward(const void* module, const std::vector<at::Tensor*>& 
 /// Ends the forward of one of several modules that was called by itself: a loss head in chunks,
 /// for example. Its parameters stay until its own backward.
 void FSDPState::end_partial_forward(const std::vector<at::Tensor*>& outputs) {
+  enter(TrainingState::Idle);
   yet_to_forward_.clear();
   context_->forward_root = nullptr;
   if (at::GradMode::is_enabled()) {
@@ -241,7 +259,7 @@ FSDPState::BackwardHook FSDPState::complete_forward() {
       group->post_forward();
     }
   }
-  training_state_ = TrainingState::Idle;
+  enter(TrainingState::Idle);
   return backward_hook(/*partial=*/false);
 }
 
@@ -293,7 +311,7 @@ void FSDPState::forward_failed(const void* module) {
     return;
   }
   // The forward around this one may catch the error and go on.
-  training_state_ = TrainingState::Idle;
+  enter(TrainingState::Idle);
   yet_to_forward_.clear();
   for (const auto& group : groups_) {
     group->reshard(ReshardAfter::User);
@@ -372,7 +390,7 @@ void FSDPState::reset() {
 void FSDPState::reset_all(StateContext& context, CommContext& comm, bool drop_grads) {
   for (const auto& weak : context.states) {
     if (const auto state = weak.lock()) {
-      state->training_state_ = TrainingState::Idle;
+      state->enter(TrainingState::Idle);
       state->running_.clear();
       state->yet_to_forward_.clear();
       for (const auto& group : state->groups_) {

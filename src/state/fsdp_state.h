@@ -25,6 +25,9 @@ struct StateContext {
   std::vector<NodePtr> graph_begin;             // of the forward that runs, if it is checked
   bool final_callback_queued = false;
   bool is_last_backward = true;
+  BackwardKind backward_kind() const {
+    return {.is_last = is_last_backward, .creates_graph = creates_graph};
+  }
   std::optional<StreamEvent> post_optim_event; // for the next forward
 };
 
@@ -127,6 +130,9 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   using BackwardHook = std::function<void()>;
   using BackwardHooks = std::vector<BackwardHook>;
 
+  /// Goes on to the next state. Between forward and backward it must be Idle.
+  void enter(TrainingState next);
+
   // Lazy init
   void lazy_init();
   static std::vector<std::shared_ptr<FSDPState>> states_in(const Subtree& below);
@@ -149,9 +155,11 @@ class FSDPState : public std::enable_shared_from_this<FSDPState> {
   uint64_t shard_version() const;
 
   // Backward
+  static bool is_of_backward(TrainingState state) {
+    return state == TrainingState::PreBackward || state == TrainingState::PostBackward;
+  }
   bool in_backward() const {
-    return training_state_ == TrainingState::PreBackward ||
-           training_state_ == TrainingState::PostBackward;
+    return is_of_backward(training_state_);
   }
   void grad_arrived();
   BackwardHook backward_hook(bool partial);

@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "param/autograd_compat.h"
 #include "param/fsdp_param.h"
+#include "runtime/autograd_compat.h"
 
 namespace fsdp::detail {
 

@@ -56,8 +56,6 @@ void FSDPState::lazy_init() {
           alive->grad_arrived();
         }
       });
-      auto& most = comm_->reductions.max_input_buffers;
-      most = std::max(most, group->max_input_buffers);
     }
   }
   context_->device = device_;
@@ -192,8 +190,6 @@ void FSDPState::log_groups(const std::vector<std::shared_ptr<FSDPState>>& states
 }
 
 void FSDPState::share_comm(const FSDPState& first) {
-  auto& most = first.comm_->reductions.max_input_buffers;
-  most = std::max(most, comm_->reductions.max_input_buffers);
   for (const auto& state : states_below()) {
     state->comm_ = first.comm_;
     for (const auto& group : state->groups_) {

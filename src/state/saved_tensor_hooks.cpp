@@ -4,7 +4,7 @@
 
 #include <utility>
 
-#include "param/autograd_compat.h"
+#include "runtime/autograd_compat.h"
 
 namespace fsdp::detail {
 

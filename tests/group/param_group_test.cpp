@@ -34,21 +34,23 @@ struct Made {
   explicit Made(
       const std::vector<std::vector<int64_t>>& sizes,
       const std::vector<torch::ScalarType>& dtypes = {torch::kFloat},
-      const std::vector<int64_t>& dims = {0}) {
+      const std::vector<int64_t>& dims = {0},
+      std::optional<torch::ScalarType> reduce_dtype = {}) {
     std::vector<ParamSpec> specs;
     for (size_t i = 0; i < sizes.size(); ++i) {
       whole.push_back(random(i, sizes[i]).to(dtypes[i % dtypes.size()]));
       params.push_back(whole.back().clone().set_requires_grad(true));
       specs.push_back({params.back(), "p" + std::to_string(i), dims[i % dims.size()]});
     }
-    group = std::make_shared<FSDPParamGroup>(specs, world_mesh(), "test");
+    group = std::make_shared<FSDPParamGroup>(
+        specs, world_mesh(), "test", GroupPolicy{.precision = {.reduce_dtype = reduce_dtype}});
   }
 
   /// What a backward ends with.
   void reduce_grads() {
-    group->post_backward();
+    group->post_backward({});
     group->comm->reductions.finish_all();
-    group->end_backward(/*is_last=*/true);
+    group->end_backward({});
   }
 
   void unshard() {
@@ -129,8 +131,7 @@ TEST_P(ParamGroup, ReducesGradientsToTheirShards) {
   run_ranks(n, [&](int rank) {
     for (const auto reduce_dtype : {torch::kFloat, torch::kHalf}) {
       SCOPED_TRACE_OF(reduce_dtype);
-      Made made(kManySizes);
-      made.group->reducer().reduce_dtype = reduce_dtype;
+      Made made(kManySizes, {torch::kFloat}, {0}, reduce_dtype);
       made.unshard();
       torch::Tensor loss = torch::zeros({});
       for (const auto& param : made.params) {
@@ -308,8 +309,7 @@ TEST(ParamGroup, DividesAsAsked) {
         for (const bool force_sum : {false, true}) {
           for (const std::optional<double> factor : {std::optional<double>(), {2.0}, {8.0}}) {
             SCOPED_TRACE_OF(reduce_dtype, force_sum, factor);
-            Made made({{4, 2}});
-            made.group->reducer().reduce_dtype = reduce_dtype;
+            Made made({{4, 2}}, {torch::kFloat}, {0}, reduce_dtype);
             made.group->reducer().force_sum = force_sum;
             made.group->reducer().gradient_divide_factor = factor;
             made.unshard();
@@ -361,7 +361,7 @@ TEST(ParamGroup, KeptParametersStayOutdatedUntilTheyAreGathered) {
       made.params[0].mul_(2); // an optimizer's step
       made.whole[0].mul_(2);
     }
-    made.group->end_backward(/*is_last=*/false); // of a microbatch that did not use the group
+    made.group->end_backward({.is_last = false}); // of a microbatch that did not use the group
     EXPECT_EQ(made.group->state(), ParamsState::Outdated);
     made.group->pre_forward();
     made.expect_unsharded();

@@ -278,6 +278,7 @@ TEST(Comms, ASeparateGroupForReductionsAndMoreBuffers) {
       shard_transformer(net);
       auto root = FSDPModule::of(net);
       root.set_separate_reduce_scatter_group();
+      root.set_reduce_scatter_max_input_buffers(4); // what is set later, before a forward, counts
       root.set_reduce_scatter_max_input_buffers(1);
       FSDPModule::of(net->blocks[0]).set_reduce_scatter_max_input_buffers(buffers, false);
       CommDebugMode comm;
@@ -300,8 +301,8 @@ TEST(Comms, ASeparateGroupForReductionsAndMoreBuffers) {
       EXPECT_NE(gathers, reductions);
       root.set_separate_reduce_scatter_group(false);
       root.set_reduce_scatter_max_input_buffers(4);
-      EXPECT_EQ(net.get()->fsdp_state->comm().reductions.max_input_buffers, 4u);
       train_and_compare(net, reference, transformer_loss, 1);
+      EXPECT_EQ(net.get()->fsdp_state->comm().reductions.max_input_buffers, 4u);
     }
   });
 }

@@ -67,7 +67,7 @@ TEST(FreeableBuffer, KeepsItsStorageObjectAndItsViews) {
   const auto* storage = view.storage().unsafeGetStorageImpl();
   EXPECT_FALSE(buffer.allocated());
   for (int round = 0; round < 3; ++round) {
-    buffer.allocate();
+    buffer.adopt(torch::empty({6}));
     buffer.tensor().copy_(torch::arange(6.0) + round);
     EXPECT_SAME(view.clone(), torch::tensor({{2.f, 3.f}, {4.f, 5.f}}) + round);
     EXPECT_EQ(view.storage().unsafeGetStorageImpl(), storage);
@@ -113,7 +113,7 @@ struct TwoFaces {
     buffer.free();
   }
   void unshard() {
-    buffer.allocate();
+    buffer.adopt(torch::empty({8}));
     {
       torch::NoGradGuard no_grad;
       at::AutoDispatchBelowADInplaceOrView below_autograd;
