@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import logging
-from typing import TYPE_CHECKING
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -151,8 +155,31 @@ def ranks_after_forward(reshard_after_forward: bool | int | None, size: int) -> 
     return reshard_after_forward
 
 
+# The name that the calling thread gives to the group that it makes.
+_naming = threading.local()
+# How many groups of the same ranks were made, by default group: with ranks as threads there are several.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, collections.Counter] = weakref.WeakKeyDictionary()
+_torch_group_name = dist.distributed_c10d._process_group_name
+
+
+@functools.wraps(_torch_group_name)
+def _group_name(*args: Any, **kwargs: Any) -> Any:
+    return getattr(_naming, "name", None) or _torch_group_name(*args, **kwargs)
+
+
 def _new_group(ranks: list[int]) -> dist.ProcessGroup:
-    return dist.new_group(ranks, use_local_synchronization=True)
+    """Makes a group that only its own ranks know of.
+
+    torch's name for it has the number of groups that a rank is in. Ranks with other numbers would never meet.
+    """
+    dist.distributed_c10d._process_group_name = _group_name
+    made = _made.setdefault(dist.distributed_c10d._get_default_group(), collections.Counter())
+    made[tuple(ranks)] += 1
+    _naming.name = f"fsdp_cpp_{'_'.join(map(str, ranks))}_{made[tuple(ranks)]}"
+    try:
+        return dist.new_group(ranks, use_local_synchronization=True)
+    finally:
+        _naming.name = None
 
 
 _C.set_new_group(_new_group)

@@ -18,7 +18,9 @@
 #include "base/text.h"
 #include "process_group/agreement.h"
 #include "process_group/group_state.h"
+#include "process_group/observer.h"
 #include "process_group/rank_context.h"
+#include "store_gather.h"
 
 namespace fsdp::python {
 
@@ -26,8 +28,8 @@ namespace {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-/// The ranks of a group, which tell each other that a collective has failed. A rank that says
-/// nothing is late or gone, or waits still.
+/// The ranks of a group, which tell each other which of their collectives has failed. A rank that
+/// says nothing is late or gone, or waits still.
 class Failures {
  public:
   /// The ranks share `store`, which may be null.
@@ -41,28 +43,40 @@ class Failures {
     }
   }
 
-  /// Returns a sentence about the ranks that have not failed, or "".
-  std::string report() const {
+  /// Returns sentences about the ranks that have not failed, and those where other calls have.
+  std::string report(const std::string& call) const {
     if (!store_) {
       return "";
     }
     // A thread of its own, because a store whose process is stopped never answers.
     const auto asked = std::make_shared<std::promise<std::string>>();
     auto answer = asked->get_future();
-    std::thread([self = *this, asked] { asked->set_value(self.ask()); }).detach();
+    std::thread([self = *this, asked, call] { asked->set_value(self.ask(call)); }).detach();
     return answer.wait_for(std::chrono::seconds(4)) == std::future_status::ready ? answer.get()
                                                                                  : "";
   }
 
  private:
-  std::string ask() const {
+  std::string ask(const std::string& call) const {
     try {
-      store_->set(key(rank_), std::vector<uint8_t>{1});
+      store_->set(key(rank_), std::vector<uint8_t>(call.begin(), call.end()));
       const auto silent = silent_ranks();
-      return silent.empty()
-                 ? ""
-                 : "rank " + detail::join(silent) + (silent.size() == 1 ? " is" : " are") +
-                       " late or gone, or still waiting; ";
+      std::string text;
+      if (!silent.empty()) {
+        text = "rank " + detail::join(silent) + (silent.size() == 1 ? " is" : " are") +
+               " late or gone, or still waiting; ";
+      }
+      for (size_t rank = 0; rank < world_ranks_.size(); ++rank) {
+        if (std::find(silent.begin(), silent.end(), world_ranks_[rank]) == silent.end()) {
+          const auto bytes = store_->get(key(static_cast<int>(rank)));
+          const std::string theirs(bytes.begin(), bytes.end());
+          if (theirs != call) {
+            text += "on rank " + std::to_string(world_ranks_[rank]) + " the call that failed is " +
+                    theirs + "; ";
+          }
+        }
+      }
+      return text;
     } catch (const std::exception&) {
       return ""; // the store is gone, too
     }
@@ -101,8 +115,13 @@ class UnlockedWork : public c10d::Work {
   explicit UnlockedWork(
       WorkPtr work,
       std::optional<Reference> object = {},
-      std::shared_ptr<const Failures> failures = nullptr)
-      : work_(std::move(work)), object_(std::move(object)), failures_(std::move(failures)) {}
+      std::shared_ptr<const Failures> failures = nullptr,
+      const char* kind = "")
+      : work_(std::move(work)),
+        object_(std::move(object)),
+        failures_(std::move(failures)),
+        kind_(kind),
+        purpose_(failures_ ? detail::CollectiveLabel::current_purpose() : nullptr) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
     const Unlocked unlocked;
@@ -113,7 +132,8 @@ class UnlockedWork : public c10d::Work {
       return work_->wait(timeout);
     } catch (...) {
       const auto reason = detail::current_exception_text();
-      throw std::runtime_error(failures_->report() + reason);
+      const auto call = purpose_ ? c10::str(kind_, " ", purpose_->text) : std::string(kind_);
+      throw std::runtime_error(failures_->report(call) + reason);
     }
   }
 
@@ -121,6 +141,8 @@ class UnlockedWork : public c10d::Work {
   const WorkPtr work_;
   const std::optional<Reference> object_;
   const std::shared_ptr<const Failures> failures_;
+  const char* const kind_;
+  const detail::CollectiveLabel::Purpose purpose_;
 };
 
 /// Passes calls on to a group of Python.
@@ -140,16 +162,18 @@ class GivenBackend : public c10d::Backend {
 /// Calls a function of a backend without Python's lock. A thread of gloo may need the lock to drop
 /// tensors, while it holds a lock that the call needs.
 template <class Call>
-WorkPtr issue_unlocked(const Call& call, std::shared_ptr<const Failures> failures = nullptr) {
+WorkPtr issue_unlocked(
+    const Call& call, std::shared_ptr<const Failures> failures = nullptr, const char* kind = "") {
   const Unlocked unlocked;
   auto work = call();
   if (!work) {
     return work;
   }
-  return c10::make_intrusive<UnlockedWork>(std::move(work), std::nullopt, std::move(failures));
+  return c10::make_intrusive<UnlockedWork>(
+      std::move(work), std::nullopt, std::move(failures), kind);
 }
 
-/// Passes comparisons of calls to the backend below a group of Python.
+/// Passes comparisons of calls to nccl, below a group of Python.
 class BackendBelow : public c10d::Backend {
  public:
   explicit BackendBelow(c10::intrusive_ptr<c10d::Backend> own)
@@ -185,25 +209,26 @@ class NativeBackend : public GivenBackend {
 
   WorkPtr _allgather_base(
       at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) override {
-    return issue([&] { return group_->_allgather_base(out, in, options); });
+    return issue("all_gather", [&] { return group_->_allgather_base(out, in, options); });
   }
   WorkPtr allgather_into_tensor_coalesced(
       std::vector<at::Tensor>& outs,
       std::vector<at::Tensor>& ins,
       const c10d::AllgatherOptions& options) override {
-    return issue([&] { return group_->allgather_into_tensor_coalesced(outs, ins, options); });
+    return issue(
+        "all_gather", [&] { return group_->allgather_into_tensor_coalesced(outs, ins, options); });
   }
   WorkPtr _reduce_scatter_base(
       at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& options) override {
-    return issue([&] { return group_->_reduce_scatter_base(out, in, options); });
+    return issue("reduce_scatter", [&] { return group_->_reduce_scatter_base(out, in, options); });
   }
   WorkPtr allreduce(
       std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
-    return issue([&] { return group_->allreduce(tensors, options); });
+    return issue("all_reduce", [&] { return group_->allreduce(tensors, options); });
   }
   WorkPtr broadcast(
       std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override {
-    return issue([&] { return group_->broadcast(tensors, options); });
+    return issue("broadcast", [&] { return group_->broadcast(tensors, options); });
   }
   WorkPtr alltoall_base(
       at::Tensor& out,
@@ -211,10 +236,12 @@ class NativeBackend : public GivenBackend {
       std::vector<int64_t>& out_splits,
       std::vector<int64_t>& in_splits,
       const c10d::AllToAllOptions& options) override {
-    return issue([&] { return group_->alltoall_base(out, in, out_splits, in_splits, options); });
+    return issue("all_to_all", [&] {
+      return group_->alltoall_base(out, in, out_splits, in_splits, options);
+    });
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    return issue([&] { return group_->barrier(options); });
+    return issue("barrier", [&] { return group_->barrier(options); });
   }
 
   bool supportsTensorAlloc(c10::DeviceIndex device) override {
@@ -226,8 +253,8 @@ class NativeBackend : public GivenBackend {
 
  private:
   template <class Call>
-  WorkPtr issue(const Call& call) const {
-    return issue_unlocked(call, failures_);
+  WorkPtr issue(const char* kind, const Call& call) const {
+    return issue_unlocked(call, failures_, kind);
   }
 
   const c10::intrusive_ptr<c10d::Backend> own_;
@@ -281,7 +308,7 @@ class PythonBackend : public GivenBackend {
  private:
   /// A function of torch.distributed. torch 2.13 has new names for some.
   struct Function {
-    const char* name;
+    const char* name = nullptr;
     const char* older_name = nullptr;
     const char* found = nullptr; // the one that this torch has
   };
@@ -320,16 +347,23 @@ std::optional<Reference>& new_group() {
   return *function;
 }
 
-/// The ranks of gloo and nccl compare their calls once per step, past the dispatcher.
+/// The ranks of gloo and nccl compare their calls once per step, past the group itself.
 void compare_calls_of(detail::GroupState& state) {
   const auto* backend = dynamic_cast<const NativeBackend*>(state.backend.get());
   if (!backend || backend->getSize() == 1 || !detail::checks_collectives()) {
     return;
   }
   const auto name = backend->getBackendName();
-  if (name == "gloo" || name == "nccl") {
-    state.history = std::make_unique<detail::CallHistory>(detail::Members{
-        c10::make_intrusive<BackendBelow>(backend->own()), state.name, state.world_ranks});
+  const auto store = backend->group()->getStore();
+  c10::intrusive_ptr<c10d::Backend> compares;
+  if (name == "gloo" && store) {
+    compares = c10::make_intrusive<StoreGather>(store, backend->getRank(), backend->getSize());
+  } else if (name == "nccl") {
+    compares = c10::make_intrusive<BackendBelow>(backend->own());
+  }
+  if (compares) {
+    state.history = std::make_unique<detail::CallHistory>(
+        detail::Members{std::move(compares), state.name, state.world_ranks});
   }
 }
 
@@ -413,6 +447,15 @@ ProcessGroup group_of(
     state->world_ranks = world_ranks;
     state->factory = known.factory;
     compare_calls_of(*state);
+    if (group != world) { // whose own end is the end of all
+      const auto forget = [of = world.get(), key = group.get(), device_type](py::handle reference) {
+        if (const auto found = worlds().find(of); found != worlds().end()) {
+          found->second.groups.erase({key, device_type});
+        }
+        reference.dec_ref();
+      };
+      py::weakref(py::cast(group), py::cpp_function(forget)).release();
+    }
   }
   return ProcessGroup(state);
 }

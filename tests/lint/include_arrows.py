@@ -153,6 +153,7 @@ PROGRAMS: dict[str, set[str]] = {
         "param/user_param.h",  # who holds a parameter at rest
         "process_group/agreement.h",  # waits for comparisons without Python's lock
         "process_group/group_state.h",  # makes a group of one of torch.distributed
+        "process_group/observer.h",  # names the call that failed
         "process_group/rank_context.h",  # threads as ranks
         "state/fsdp_state.h",
     },

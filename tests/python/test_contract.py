@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-import datetime
+import functools
 import gc
 import inspect
 import io
@@ -328,38 +328,6 @@ def test_own_errors(ranks):
     ranks(2).run(own_errors)
 
 
-def ranks_that_disagree():
-    torch.manual_seed(0)
-    model = sharded_mlps(fsdp_cpp, layers=2)
-    # Either order: a rank may be ahead of the other.
-    with pytest.raises(RuntimeError, match="(?s)(module '0'.*module '1'|module '1'.*module '0')"):
-        for step in range(5):
-            first, second = (model[0], model[1]) if dist.get_rank() == 0 else (model[1], model[0])
-            model.forward = lambda x, first=first, second=second: second(first(x))
-            model(batch(step)).sum().backward()
-
-
-def test_ranks_that_call_other_modules(ranks):
-    ranks(2).run(ranks_that_disagree)
-
-
-def a_rank_that_is_late():
-    group = dist.new_group(timeout=datetime.timedelta(seconds=5))
-    model = sharded_mlps(fsdp_cpp, mesh=dist.DeviceMesh.from_group(group, DEVICE))
-    model(batch(0)).sum().backward()
-    if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match="(?s)for module '0'.* failed on rank 0 .*: rank 1 is late or gone, or still waiting; "):
-            model(batch(1))
-    else:
-        time.sleep(9)
-    dist.barrier()  # of the world, where nothing has failed
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="NCCL ends the process")
-def test_the_error_names_a_rank_that_is_late(ranks):
-    ranks(2).run(a_rank_that_is_late)
-
-
 def hooks_from_before():
     """Gets the whole gradient here. torch's engine drops the hook."""
     shapes = {}
@@ -373,42 +341,6 @@ def hooks_from_before():
 
 def test_hooks_from_before_fully_shard(ranks):
     ranks(2).run(hooks_from_before)
-
-
-def optimizers(clip):
-    """fsdp_cpp.optim does what torch.optim does with DTensors, and its state dicts are the same."""
-    results = []
-    for kind in (torch.optim.AdamW, fsdp_cpp.optim.AdamW):
-        torch.manual_seed(0)
-        model = sharded_mlps(fsdp_cpp)
-        optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1, amsgrad=True, fused=True)
-        clip_grad_norm_ = torch.nn.utils.clip_grad_norm_ if kind is torch.optim.AdamW else fsdp_cpp.optim.clip_grad_norm_
-        norms = []
-        for step in range(3):
-            model(batch(step)).square().mean().backward()
-            if clip:
-                norms.append(whole(clip_grad_norm_(model.parameters(), 0.1)))
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append((model.state_dict(), get_optimizer_state_dict(model, optimizer), norms))
-    (params, state, norms), (own_params, own_state, own_norms) = results
-    assert len(norms) == len(own_norms)
-    for expected, norm in zip(norms, own_norms):
-        torch.testing.assert_close(norm, expected)
-    for name, param in params.items():
-        torch.testing.assert_close(whole(own_params[name]), whole(param), rtol=0, atol=0 if not clip else 1e-6)
-    assert state["param_groups"] == own_state["param_groups"]
-    assert state["state"].keys() == own_state["state"].keys()
-    for name, values in state["state"].items():
-        for key, value in values.items():
-            own = own_state["state"][name][key]
-            assert type(own) is type(value) and getattr(own, "placements", 0) == getattr(value, "placements", 0)
-            torch.testing.assert_close(whole(own), whole(value), rtol=0, atol=0 if not clip else 1e-6)
-
-
-@pytest.mark.parametrize("clip", [False, True])
-def test_optimizer(ranks, clip):
-    ranks(2).run(optimizers, clip)
 
 
 def counts_and_names():
@@ -454,22 +386,6 @@ def test_a_model_goes_with_its_last_reference(ranks):
     ranks(2).run(lifetime)
 
 
-def one_rank_drops_a_model():
-    kept = []
-    for _ in range(3):
-        model = sharded_mlps(fsdp_cpp)
-        for step in range(3):
-            model(batch(step)).sum().backward()
-        if dist.get_rank() == 0:
-            kept.append(model)
-        del model
-        gc.collect()
-
-
-def test_ranks_that_drop_a_model_at_other_times(ranks):
-    ranks(2).run(one_rank_drops_a_model)
-
-
 def patched():
     user = types.ModuleType("a_user_of_torch")
     user.fully_shard, user.shard_it = torch.distributed.fsdp.fully_shard, torch.distributed.fsdp.fully_shard
@@ -489,3 +405,65 @@ def patched():
 
 def test_patch_torch(ranks):
     ranks(2).run(patched)
+
+
+def taken_before():
+    """A function that was taken from torch before the patch says so."""
+    early = functools.partial(torch_fsdp.fully_shard, mesh=mesh_of())
+    undo = fsdp_cpp.patch_torch()
+    try:
+        with pytest.raises(RuntimeError, match="taken from torch before fsdp_cpp.patch_torch"):
+            early(Mlp())
+    finally:
+        undo()
+    early(Mlp())
+    layer = fsdp_cpp.fully_shard(Mlp(), mesh=mesh_of())
+    with pytest.raises(AttributeError, match="use that of fsdp_cpp"):
+        torch_fsdp.share_comm_ctx([layer])
+
+
+def test_torch_functions_from_before(ranks):
+    ranks(2).run(taken_before)
+
+
+def two_engines():
+    """A layer of torch's engine below a module of this one is an error."""
+    layer = torch_fsdp.fully_shard(Mlp(), mesh=mesh_of())
+    with pytest.raises(ValueError, match="belongs to torch's own fully_shard or replicate"):
+        fsdp_cpp.fully_shard(nn.Sequential(layer), mesh=mesh_of())
+
+
+def test_two_engines(ranks):
+    ranks(2).run(two_engines)
+
+
+class Twice(nn.Module):
+    """Has one module under two names."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.a = self.b = inner
+
+    def forward(self, x):
+        return self.a(x)
+
+
+def trees_of_modules():
+    """A module with 2 ** 20 names, which knows its parent."""
+    torch.manual_seed(0)
+    plain = Mlp().to(DEVICE)
+    inner = copy.deepcopy(plain)
+    model = fsdp_cpp.fully_shard(inner, mesh=mesh_of())
+    for _ in range(20):
+        model = Twice(model)
+    fsdp_cpp.fully_shard(model, mesh=mesh_of())
+    inner.parent = model
+    for each in (plain, model):
+        each(torch.ones(4, 6, device=DEVICE)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    for expected, param in zip(plain.parameters(), inner.parameters()):
+        torch.testing.assert_close(whole(param.grad), expected.grad)
+
+
+def test_trees_of_modules(ranks):
+    ranks(2).run(trees_of_modules)
