@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.distributed._composable_state import _get_module_state, _insert_module_state, _State
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -49,6 +51,7 @@ class State(_State):
 
     engine: _C.State
 
+    @torch.inference_mode(False)  # parameters that are made in inference mode could never be trained
     def init(
         self,
         modules: tuple[nn.Module, ...],
@@ -131,6 +134,12 @@ class State(_State):
             module.register_state_dict_pre_hook(show_shards)
             module._register_load_state_dict_pre_hook(show_shards)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a module that fsdp_cpp shards has no '{name}'. If a function of torch asked for it, use that of fsdp_cpp, or "
+            "call fsdp_cpp.patch_torch() first"
+        )
+
     # ---- What torch.distributed.pipelining uses of a root's state to reduce gradients after all microbatches
 
     @property
@@ -157,7 +166,7 @@ class State(_State):
     def look(self, with_tensors: bool) -> tuple[list, list]:
         """The sharded modules at and below this state's, and the parameters."""
         roots = [root for ref in self._modules if (root := ref()) is not None]
-        below = [item for root in roots for item in root.named_modules(remove_duplicate=False)]
+        below = [item for root in roots for item in _all_names(root, "", set())]
         states = [(name, module, state) for name, module in below if (state := state_of(module)) is not None]
         nodes = [(name, module, state.engine) for name, module, state in states]
         if not with_tensors:
@@ -175,7 +184,21 @@ class State(_State):
         return nodes, params
 
 
+def _all_names(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules at and below this one, each under all names that its parents have for it.
+
+    What is below a module is told once: of modules that contain each other, there is no end of names.
+    """
+    yield name, module
+    if module not in seen:
+        seen.add(module)
+        for child_name, child in module._modules.items():
+            if child is not None:
+                yield from _all_names(child, f"{name}.{child_name}" if name else child_name, seen)
+
+
 def _looker(own: weakref.ref[State]) -> Any:
+    @_disable_dynamo
     def look(with_tensors: bool) -> tuple[list, list]:
         state = own()
         return state.look(with_tensors) if state is not None else ([], [])

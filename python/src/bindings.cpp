@@ -68,8 +68,8 @@ void bind_specs(py::module_& m) {
 /// Functions of FSDPModule with one or two arguments.
 template <class... Args>
 auto setter(void (FSDPModule::*set)(Args...)) {
-  return [set](const ModuleState& state, std::decay_t<Args>... args) {
-    (state.handle().*set)(std::move(args)...);
+  return [set](const ModuleState& state, const std::decay_t<Args>&... args) {
+    (state.handle().*set)(args...);
   };
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
+#include <torch/version.h>
 
 #include <optional>
 #include <utility>
@@ -112,10 +113,23 @@ std::shared_ptr<void> DTensorParam::begin() const {
   return std::make_shared<Locked>();
 }
 
+const char* DTensorParam::way_out() const {
+  return "Call it from inside that forward, or unshard() the module that owns it first. To compute "
+         "with the shard itself, use the to_local() of the DTensor that the module has outside of "
+         "forward";
+}
+
 void DTensorParam::add_grad(const at::Tensor& grad) {
   const Locked locked;
   auto& sum = tensor().mutable_grad();
   if (!sum.defined()) {
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+    TORCH_CHECK_VALUE(
+        tensor().grad_dtype().value_or(grad.scalar_type()) == grad.scalar_type(),
+        "[fully_shard] parameter '", name_, "' has the grad_dtype ", *tensor().grad_dtype(),
+        ", but its gradients are in ", grad.scalar_type(),
+        ", the dtype of its shard; set grad_dtype to that or to None");
+#endif
     sum = make_dtensor(grad, dtensor_.ptr());
     return;
   }
@@ -212,7 +226,9 @@ at::Tensor DTensorParam::current_local() const {
 void DTensorParam::follow(const at::Tensor& local, const at::Tensor& shard) {
   local_ = local;
   impl_ = tensor().unsafeGetTensorImpl();
-  impl_->set_version_counter(shard.unsafeGetTensorImpl()->version_counter());
+  if (!impl_->is_inference()) { // what Module.to makes in inference mode has no version
+    impl_->set_version_counter(shard.unsafeGetTensorImpl()->version_counter());
+  }
 }
 
 at::Tensor DTensorParam::replaced_local() const {

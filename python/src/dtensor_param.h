@@ -49,6 +49,7 @@ class DTensorParam : public detail::UserParam {
       std::vector<Site> sites);
 
   const at::Tensor& tensor() const override;
+  const char* way_out() const override;
   void add_grad(const at::Tensor& grad) override;
   std::shared_ptr<void> begin() const override;
   void shown(detail::Face face) override;

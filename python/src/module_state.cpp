@@ -133,7 +133,9 @@ py::object ModuleState::pre_forward(PyObject* module, PyObject* args, PyObject* 
     return py::none();
   }
   auto scope = std::make_unique<detail::ForwardScope>(site);
-  TensorTree tensors;
+  const auto& precision = engine_->precision;
+  auto tensors = TensorTree::of_arguments(
+      precision.cast_forward_inputs ? precision.param_dtype : std::nullopt);
   tensors.add(args);
   tensors.add(kwargs);
   scope->inputs(tensors.pointers());
@@ -153,7 +155,7 @@ py::object ModuleState::post_forward(PyObject* module, PyObject* output) {
   if (!call.scope) {
     return py::none();
   }
-  TensorTree tensors;
+  auto tensors = TensorTree::of_results();
   tensors.add(output);
   call.scope->outputs(tensors.pointers());
   return tensors.was_replaced() ? tensors.rebuilt(output) : py::none();

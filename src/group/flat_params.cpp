@@ -221,8 +221,8 @@ void FlatParams::attach_params() {
   }
   shard_ = shard; // the old one held the values until here
   earlier_writes_ += guard_ ? guard_->num_writes() : 0;
-  guard_ =
-      std::make_unique<GuardedShards>(shard_, [this](int64_t offset) { return param_at(offset); });
+  guard_ = std::make_unique<GuardedShards>(
+      shard_, [this](int64_t offset) -> const FSDPParam& { return param_at(offset); });
   if (whole_) {
     whole_->free();
   }
@@ -344,17 +344,17 @@ void FlatParams::check_on_host() const {
       join(elsewhere), "]");
 }
 
-/// The name of the parameter whose shard is at that offset of the shard buffer, in bytes.
-std::string FlatParams::param_at(int64_t offset) const {
+/// The parameter whose shard is at that offset of the shard buffer, in bytes.
+const FSDPParam& FlatParams::param_at(int64_t offset) const {
   const auto unit = static_cast<int64_t>(shard_.element_size());
   for (size_t i = 0; i < params_.size(); ++i) {
     const auto& part = layout_.parts[i].shard;
     const auto from = part.offset * unit;
     if (offset == from || (offset > from && offset < from + part.numel * unit)) {
-      return params_[i]->name();
+      return *params_[i];
     }
   }
-  return owner_;
+  return *params_.front(); // in the padding
 }
 
 uint64_t FlatParams::shard_version() const {

@@ -184,7 +184,7 @@ class FlatParams {
   void attach_params();
   void attach_param(size_t k, const at::Tensor& shard);
   std::shared_ptr<const GatherPlan> gather_plan() const;
-  std::string param_at(int64_t offset) const;
+  const FSDPParam& param_at(int64_t offset) const;
   [[noreturn]] void refuse_write(const FSDPParam& param);
   CollectiveLabel::Purpose make_purpose(const std::vector<FSDPParam*>& params) const;
   void abandon_whole();

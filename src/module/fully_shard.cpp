@@ -272,7 +272,7 @@ FSDPState::Groups make_groups(
           spec.param.is_meta() == specs.front().param.is_meta(), "[fully_shard] of ", name,
           ", parameter '", (spec.param.is_meta() ? spec : specs.front()).name,
           "' is on the meta device and '", (spec.param.is_meta() ? specs.front() : spec).name,
-          "' is not; give all of them memory (fsdp::to_empty), or none");
+          "' is not; give all of them memory (to_empty), or none");
     }
   }
   FSDPState::Groups groups;

@@ -34,7 +34,7 @@ class MatrixSteps {
   struct Layout {
     at::Device param_device;
     at::Device device; // where the matrices are computed
-    at::ScalarType ns_dtype;
+    at::ScalarType ns_dtype = at::kFloat;
     bool has_grad = false;
     std::optional<DeviceMesh> mesh = {};
     MatrixParam param = {};
@@ -45,7 +45,7 @@ class MatrixSteps {
     MatrixBucket plan;  // in which parameters are indices of updates
     ProcessGroup group; // undefined if the parameters are on no mesh
     at::Device device;  // where the matrices are computed
-    at::ScalarType dtype;
+    at::ScalarType dtype = at::kFloat;
   };
   class Flight;
 

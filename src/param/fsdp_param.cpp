@@ -52,14 +52,12 @@ class UnshardedAccumulator : public autograd::Node {
     }
     TORCH_CHECK_NOT_IMPLEMENTED(
         !grad.is_sparse(), "fsdp: parameter '", slot->name,
-        "' got a sparse gradient, which cannot be reduced; build its module with sparse(false)");
+        "' got a sparse gradient, which cannot be reduced; build its module with `sparse` off");
     at::NoGradGuard no_grad; // sharded gradients carry no graph
     if (slot->sums_itself(grad)) {
       grad = slot->sum_grad(grad.to(*slot->reduce_dtype));
     }
-    autograd::AccumulateGrad::accumulateGrad(
-        like_, slot->grad, grad, /*num_expected_refs=*/1,
-        [&](at::Tensor&& sum) { slot->grad = std::move(sum); });
+    accumulate(*slot, grad);
     if (slot->on_grad) {
       slot->on_grad();
     }
@@ -78,6 +76,27 @@ class UnshardedAccumulator : public autograd::Node {
   }
 
  private:
+  void accumulate(FSDPParam::Slot& slot, const at::Tensor& grad) const {
+    const auto& hooks = autograd::impl::post_acc_grad_hooks(leaf_);
+    const bool has_hooks = slot.has_own_leaf && hooks;
+    // A sum in the dtype of the reduction is none of theirs: hooks see gradients in the leaf's
+    // dtype.
+    const bool apart =
+        has_hooks && slot.grad.defined() && slot.grad.scalar_type() != like_.scalar_type();
+    auto sum = apart ? std::exchange(slot.grad, at::Tensor()) : at::Tensor();
+    autograd::AccumulateGrad::accumulateGrad(
+        like_, slot.grad, grad, /*num_expected_refs=*/1,
+        [&](at::Tensor&& both) { slot.grad = std::move(both); });
+    if (has_hooks) {
+      leaf_.mutable_grad() = std::exchange(slot.grad, at::Tensor());
+      (*hooks)(leaf_);
+      slot.grad = std::exchange(leaf_.mutable_grad(), at::Tensor());
+    }
+    if (sum.defined()) {
+      slot.grad = slot.grad.defined() ? sum.add_(slot.grad) : sum;
+    }
+  }
+
   const at::Tensor param_;
   const at::Tensor leaf_;
   const at::Tensor like_;
@@ -211,6 +230,7 @@ void FSDPParam::attach(const at::Tensor& sharded, const at::Tensor& unsharded) {
 
 void FSDPParam::set_user(std::shared_ptr<UserParam> user) {
   user_ = std::move(user);
+  slot_->has_own_leaf = !user_->tensor().is_same(param_);
   user_->attached(sharded_);
 }
 

@@ -195,6 +195,8 @@ class FSDPParam {
     std::string name;
     std::function<void()> on_grad;
     std::function<at::Tensor(const at::Tensor& grad)> sum_grad; // see TensorPiece
+    // The user's tensor at rest is another one than inside forward, with hooks of its own.
+    bool has_own_leaf = false;
     std::optional<at::ScalarType> reduce_dtype;
 
     bool sums_itself(const at::Tensor& of) const {

@@ -12,6 +12,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "param/fsdp_param.h"
 #include "runtime/op_interceptor.h"
 
 namespace fsdp::detail {
@@ -204,25 +205,28 @@ class ShardGuard {
   }
 
   [[noreturn]] static void refuse(const c10::OperatorHandle& op, const at::Tensor& tensor) {
-    const auto name = [&] {
+    std::string name = "of a module that is gone";
+    std::string way_out;
+    {
       const std::lock_guard lock(groups_mutex);
-      const auto* group = group_of(tensor);
-      const auto item = static_cast<int64_t>(tensor.element_size());
-      return group ? group->name_of_(tensor.storage_offset() * item) : "of a module that is gone";
-    }();
+      if (const auto* group = group_of(tensor)) {
+        const auto item = static_cast<int64_t>(tensor.element_size());
+        const auto& param = group->param_at_(tensor.storage_offset() * item);
+        name = "'" + param.name() + "'";
+        way_out = param.user().way_out();
+      }
+    }
     TORCH_CHECK(
-        false, "[fully_shard] ", op.operator_name().name, " was given parameter '", name,
-        "' while it is sharded, of sizes ", tensor.sizes(),
+        false, "[fully_shard] ", op.operator_name().name, " was given parameter ", name,
+        " while it is sharded, of sizes ", tensor.sizes(),
         ": its module was called around the hooks, or outside of the forward of the module that "
-        "was given to fully_shard. Call it from inside that forward and through its holder (not "
-        "as<Impl>()->forward, not an Impl&), or through fsdp::call where it was sharded by_call; "
-        "or unshard() the module that owns it first. To compute with the shard itself, use "
-        "as_dtensor(param).to_local()");
+        "was given to fully_shard. ",
+        way_out);
   }
 };
 
-GuardedShards::GuardedShards(const at::Tensor& shard, NameOf name_of)
-    : storage_(shard.storage()), name_of_(std::move(name_of)) {
+GuardedShards::GuardedShards(const at::Tensor& shard, ParamAt param_at)
+    : storage_(shard.storage()), param_at_(std::move(param_at)) {
   const std::lock_guard lock(groups_mutex);
   groups.emplace(storage_.unsafeGetStorageImpl(), this);
 }

@@ -11,6 +11,8 @@
 
 namespace fsdp::detail {
 
+class FSDPParam;
+
 // Note [Guarded shards]
 //
 // At rest a parameter shows this rank's shard. A module that is called without its hooks then
@@ -32,10 +34,10 @@ namespace fsdp::detail {
 /// get.
 class GuardedShards {
  public:
-  /// `name_of` returns the name of the parameter at an offset of the storage, in bytes.
-  using NameOf = std::function<std::string(int64_t offset)>;
+  /// Returns the parameter at an offset of the storage, in bytes.
+  using ParamAt = std::function<const FSDPParam&(int64_t offset)>;
 
-  GuardedShards(const at::Tensor& shard, NameOf name_of);
+  GuardedShards(const at::Tensor& shard, ParamAt param_at);
   ~GuardedShards();
   GuardedShards(const GuardedShards&) = delete;
   GuardedShards& operator=(const GuardedShards&) = delete;
@@ -49,7 +51,7 @@ class GuardedShards {
   friend class ShardGuard;
 
   const c10::Storage storage_;
-  const NameOf name_of_;
+  const ParamAt param_at_;
   std::atomic<uint64_t> num_writes_{0};
 };
 

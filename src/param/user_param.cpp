@@ -4,6 +4,12 @@
 
 namespace fsdp::detail {
 
+const char* OwnTensor::way_out() const {
+  return "Call it from inside that forward and through its holder (not as<Impl>()->forward, not an "
+         "Impl&), or through fsdp::call where it was sharded by_call; or unshard() the module that "
+         "owns it first. To compute with the shard itself, use as_dtensor(param).to_local()";
+}
+
 void OwnTensor::add_grad(const at::Tensor& grad) {
   auto& sum = tensor_.mutable_grad();
   if (sum.defined()) {

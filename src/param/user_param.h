@@ -19,6 +19,8 @@ class UserParam {
 
   /// The tensor whose requires_grad, `.grad` and hooks count.
   virtual const at::Tensor& tensor() const = 0;
+  /// What to do if an operator got the shard in the place of the whole parameter.
+  virtual const char* way_out() const = 0;
   /// Adds this rank's part of the gradient to `.grad`. Called with grad mode off.
   virtual void add_grad(const at::Tensor& grad) = 0;
 
@@ -63,6 +65,7 @@ class OwnTensor : public UserParam {
   const at::Tensor& tensor() const override {
     return tensor_;
   }
+  const char* way_out() const override;
   void add_grad(const at::Tensor& grad) override;
   void attached(const at::Tensor& shard) override;
 

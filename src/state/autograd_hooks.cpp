@@ -1,5 +1,6 @@
 #include "state/autograd_hooks.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -41,6 +42,24 @@ NodePtr node_before(const std::vector<at::Tensor*>& tensors, std::function<void(
     edges.push_back(autograd::impl::gradient_edge(*tensor));
   }
   return make_node<CallNode>(std::move(edges), std::move(call));
+}
+
+/// The tensor's tangent, in forward-mode AD. It goes on with its own history.
+void keep_tangent(const at::Tensor& from, const at::Tensor& to) {
+  if (const auto& tangent = from._fw_grad(/*level=*/0); tangent.defined()) {
+    to._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
+  }
+}
+
+at::Tensor view_without_history(const at::Tensor& tensor) {
+  if (!tensor._fw_grad(/*level=*/0).defined()) {
+    const at::NoGradGuard no_grad;
+    return tensor.view_as(tensor);
+  }
+  const at::AutoDispatchBelowAutograd no_history; // without grad mode the tangent would have none
+  auto view = tensor.view_as(tensor);
+  keep_tangent(tensor, view);
+  return view;
 }
 
 /// True if an edit in place would lose a hook on this tensor and the tensor may be replaced: it is
@@ -95,8 +114,7 @@ class EndOfBackward {
 } // namespace
 
 at::Tensor view_behind(const at::Tensor& tensor, const NodePtr& node) {
-  at::NoGradGuard no_grad;
-  auto view = tensor.view_as(tensor);
+  auto view = view_without_history(tensor);
   autograd::impl::get_view_autograd_meta(view)->set_creation_meta(
       autograd::CreationMeta::IN_CUSTOM_FUNCTION);
   autograd::set_history(view, node);
@@ -122,6 +140,7 @@ void call_at_each_gradient(
       // Edits of an alias are recorded after the node.
       const auto node = node_before({tensor}, on_backward);
       auto alias = tensor->detach();
+      keep_tangent(*tensor, alias);
       autograd::set_history(alias, node);
       *tensor = std::move(alias);
     } else if (!tensor->is_leaf()) {

@@ -149,7 +149,7 @@ void FSDPState::check_filled(const Subtree& below) {
   }
   TORCH_CHECK(
       on_meta.empty(), "[fully_shard] these are still on the meta device: ", join(on_meta),
-      "; give them memory (fsdp::to_empty) and values first");
+      "; give them memory (to_empty) and values first");
   TORCH_CHECK(
       unfilled.empty(),
       "[fully_shard] nobody has written to these since to_empty: ", join(unfilled),

@@ -148,7 +148,7 @@ StateDict read(
   TORCH_CHECK_VALUE(
       on_meta.empty() || !options.full_state_dict, "[", function,
       "] these have no values, on the meta device: ", some_of(on_meta),
-      "; call fsdp::to_empty and give them some first");
+      "; call to_empty and give them some first");
   StateDict state;
   std::unordered_map<const void*, Value> known; // a tied tensor is gathered once
   for (const auto& entry : entries) {
@@ -231,7 +231,7 @@ void check(
   const auto* not_strict = " (strict = false leaves them alone)";
   add("missing keys: ", missing, not_strict);
   add("unexpected keys: ", unexpected, not_strict);
-  add("these have no memory, on the meta device: ", on_meta, "; call fsdp::to_empty first");
+  add("these have no memory, on the meta device: ", on_meta, "; call to_empty first");
   add("", misfits, "");
   TORCH_CHECK_VALUE(
       text.empty(), "[", function, "] rank ", current_world().rank, ": ", text,

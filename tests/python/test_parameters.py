@@ -10,6 +10,8 @@ from pool import DEVICE
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+import fsdp_cpp
+
 
 def precision(param, reduce, output):
     def make(engine):
@@ -271,3 +273,70 @@ def unused_on_one_rank():
 @needs_torch_2_13
 def test_parameters_that_one_rank_does_not_use(ranks):
     ranks(2).run(unused_on_one_rank)
+
+
+class Summed(nn.Linear):
+    """Hooks its whole weight, as transformers' tensor parallelism does to sum gradients over its own axis."""
+
+    def forward(self, x):
+        if getattr(self, "hooked", None) is not self.weight:
+            self.weight.register_post_accumulate_grad_hook(lambda param: (param.grad.mul_(2), None)[1])
+            self.hooked = self.weight
+        return super().forward(x)
+
+
+def hooks_of_whole_parameters(microbatches, reduce_dtype):
+    def make(engine):
+        policy = engine.MixedPrecisionPolicy(torch.bfloat16 if reduce_dtype else None, reduce_dtype)
+        model = nn.Sequential(Summed(6, 6), Summed(6, 6))
+        for layer in model:
+            engine.fully_shard(layer, mesh=mesh_of(), mp_policy=policy)
+        return engine.fully_shard(model, mesh=mesh_of(), mp_policy=policy)
+
+    def run(engine, model, seen):
+        for step in range(3):
+            for i in range(microbatches):
+                model.set_requires_gradient_sync(i == microbatches - 1)
+                loss = model(batch(10 * step + i)).float().square().mean()
+                loss.backward()
+            see_grads(model, seen, loss)
+            model.zero_grad()
+
+    compare(make, run)
+
+
+@pytest.mark.parametrize("microbatches, reduce_dtype", [(1, None), (2, None), (2, torch.float32)])
+def test_hooks_of_whole_parameters(ranks, microbatches, reduce_dtype):
+    ranks(2).run(hooks_of_whole_parameters, microbatches, reduce_dtype)
+
+
+def grad_dtypes():
+    """A dtype that the gradients of shards do not have is an error."""
+    model = fsdp_cpp.fully_shard(Mlp(), mesh=mesh_of())
+    for param in model.parameters():
+        param.grad_dtype = torch.bfloat16
+    with pytest.raises(ValueError, match="has the grad_dtype BFloat16, but its gradients are in Float"):
+        model(batch(0)).sum().backward()
+    for param in model.parameters():
+        param.grad_dtype = None
+    model(batch(0)).sum().backward()
+
+
+@needs_torch_2_13
+def test_grad_dtype(ranks):
+    ranks(2).run(grad_dtypes)
+
+
+def in_inference_mode():
+    """A model that is sharded, or moved, in inference mode."""
+    with torch.inference_mode():
+        model = sharded_mlps(fsdp_cpp)
+        expected = model(batch(0))
+    model(batch(0)).sum().backward()  # its parameters can be trained
+    assert all(param.grad is not None for param in model.parameters())
+    with torch.inference_mode():
+        torch.testing.assert_close(model.to(torch.float64)(batch(0).double()), expected.double())
+
+
+def test_inference_mode(ranks):
+    ranks(2).run(in_inference_mode)

@@ -218,7 +218,7 @@ TEST(ModelStateDict, Rank0FillsAModelOnMeta) {
     EXPECT_TRUE(local_of(get_model_state_dict(net).at("norm.weight")).is_meta());
     const auto message = message_of<c10::ValueError>([&] { set_model_state_dict(net, original); });
     EXPECT_TRUE(contains(message, "no memory, on the meta device: tok_embeddings.weight"));
-    EXPECT_TRUE(contains(message, "call fsdp::to_empty first"));
+    EXPECT_TRUE(contains(message, "call to_empty first"));
     EXPECT_THROW(get_model_state_dict(net, kFull), c10::ValueError);
 
     to_empty(net, test_device());
