@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.distributed._composable import contract
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable_state import _get_module_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import Shard
 
 from . import _C, _managed, _mesh
@@ -92,6 +94,12 @@ def _shard(
     managed = _managed.managed_modules(
         roots, ignored, lambda each: state_of(each) is not None or _is_of(other_api, each)
     )
+    for each in managed:
+        if isinstance(_get_module_state(each), FSDPState):
+            raise ValueError(
+                f"a {type(each).__name__} below this {type(roots[0]).__name__} belongs to torch's own fully_shard or replicate: use "
+                "one of them for the whole model"
+            )
     sites = _managed.managed_params(managed, ignored)
     for owner, name in itertools.chain.from_iterable(sites.values()):
         if is_managed_site(owner, name):

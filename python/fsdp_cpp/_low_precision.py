@@ -73,7 +73,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         for number, param, grad in updates:
             state = self.state[param]
             if "step" not in state:
-                state["step"] = torch.zeros(())
+                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
                 for name in _MOMENTS:
                     self._store(number, param, name, None)
             given: Any = local_of(param)

@@ -222,8 +222,11 @@ def _refuse_deepcopy(*_args: Any, **_kwargs: Any) -> NoReturn:
 
 def _compile(self: Any, *args: Any, **kwargs: Any) -> None:
     """Compiles the forward of this module in place. See nn.Module.compile."""
+    from torch._dynamo.eval_frame import skip_code  # here, because it takes a second to import
+
     # Dynamo skips the frame of nn.Module._call_impl, so hooks stay outside of the graph. It would trace the
-    # _call_impl of FSDPModule, and with fullgraph=True it would refuse the hooks.
+    # _call_impl of FSDPModule, here and below, and with fullgraph=True it would refuse the hooks.
+    skip_code(FSDPModule._call_impl.__code__)
     forward = super(torch_fsdp.FSDPModule, self)._call_impl  # type: ignore[misc]
     self._compiled_call_impl = _noticing_failures(self, torch.compile(forward, *args, **kwargs))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed.fsdp as torch_fsdp
 from torch.distributed._composable import replicate_with_fsdp
@@ -25,6 +27,23 @@ _OURS = {
 }
 
 
+def _redirected(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch's function finds in its own module, under its own name."""
+
+    @functools.wraps(ours)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    def refuse(_module: Any) -> NoReturn:
+        raise RuntimeError(
+            f"this {ours.__name__} was taken from torch before fsdp_cpp.patch_torch() was called, for example by "
+            "functools.partial: call patch_torch() first"
+        )
+
+    redirected.state = refuse  # type: ignore[attr-defined]
+    return redirected
+
+
 def patch_torch() -> Callable[[], None]:
     """Gives this engine to every module that has imported fully_shard from torch, or will import it.
 
@@ -38,7 +57,8 @@ def patch_torch() -> Callable[[], None]:
         for name, value in list(names.items()):
             if (pair := _OURS.get(id(value))) is not None:
                 replaced.append((names, name, value))
-                names[name] = pair[1]
+                defines_it = names is inspect.unwrap(value).__globals__
+                names[name] = _redirected(pair[1]) if defines_it else pair[1]
 
     def undo() -> None:
         for names, name, theirs in replaced:

@@ -10,8 +10,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
 
-def children(node: Any) -> tuple[list[Any], Any] | None:
-    """Returns the children of a node and what `rebuild` needs beside them, or None for a leaf."""
+def children(node: Any, in_results: bool) -> tuple[list[Any], Any] | None:
+    """Returns the children of a node and what `rebuild` needs beside them, or None for a leaf.
+
+    A registered node is a leaf in arguments: a module may write to it, for example to a cache of keys and values, and
+    a copy would lose that. torch's FSDP2 does the same.
+    """
     if isinstance(node, type):
         return None
     if dataclasses.is_dataclass(node):
@@ -23,7 +27,7 @@ def children(node: Any) -> tuple[list[Any], Any] | None:
         return list(node), None
     if isinstance(node, dict):
         return list(node.values()), list(node.keys())
-    known = _pytree.SUPPORTED_NODES.get(type(node))
+    known = _pytree.SUPPORTED_NODES.get(type(node)) if in_results else None
     if known is None:
         return None
     values, context = known.flatten_fn(node)
@@ -34,9 +38,9 @@ def rebuild(node: Any, values: list[Any], context: Any) -> Any:
     """Returns a copy of the node with other children."""
     if dataclasses.is_dataclass(node):
         made = copy.copy(node)
-        if isinstance(made, dict):  # transformers' ModelOutput is both
-            made.update({name: value for name, value in zip(context, values) if name in made})
         for name, value in zip(context, values):
+            if isinstance(made, dict) and name in made:  # transformers' ModelOutput is both, and has no update()
+                made[name] = value
             object.__setattr__(made, name, value)  # also in a frozen one
         return made
     if isinstance(node, PackedSequence):

@@ -103,24 +103,32 @@ class Trace:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the timelines of all ranks into one file, on rank 0. All ranks must call it."""
+        ranks = self._of_all_ranks()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            _write_timelines(ranks, path)
+
+    def _of_all_ranks(self) -> list[tuple[float, list]]:
+        """When each rank began, in microseconds, and its events."""
         ranks = [(self._began_us, self._events)]
         if dist.is_initialized() and dist.get_world_size() > 1:
             ranks = [(0.0, [])] * dist.get_world_size()
             dist.all_gather_object(ranks, (self._began_us, self._events))
-        if dist.is_initialized() and dist.get_rank() > 0:
-            return
-        first = min(began for began, _ in ranks)
-        merged = []
-        for rank, (began, events) in enumerate(ranks):
-            for event in events:
-                event["pid"] = rank
-                if "ts" in event:
-                    event["ts"] += began - first
-                if event.get("name") == "process_name":
-                    event["args"] = {"name": f"rank {rank}"}
-            merged += events
-        with open(path, "w") as file:
-            json.dump({"traceEvents": merged}, file)
+        return ranks
+
+
+def _write_timelines(ranks: list[tuple[float, list]], path: str | os.PathLike[str]) -> None:
+    first = min((began for began, events in ranks if events), default=0.0)
+    merged = []
+    for rank, (began, events) in enumerate(ranks):
+        for event in events:
+            event["pid"] = rank
+            if "ts" in event:
+                event["ts"] += began - first
+            if event.get("name") == "process_name":
+                event["args"] = {"name": f"rank {rank}"}
+        merged += events
+    with open(path, "w") as file:
+        json.dump({"traceEvents": merged}, file)
 
 
 class Run:
@@ -180,7 +188,9 @@ class Run:
         grad_norm: float | torch.Tensor | None = None,
     ) -> None:
         """Ends a step. `tokens` are those of the step, on all ranks."""
-        loss, grad_norm = _number(loss), _number(grad_norm)  # on all ranks: a DTensor's number takes a collective
+        # On every rank, because the whole of a DTensor is a collective.
+        loss_number, norm_number = _number(loss), _number(grad_norm)
+        tokens = int(tokens)
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         self._steps += 1
@@ -188,8 +198,8 @@ class Run:
         if self._is_writer:
             line = {
                 "step": self._steps,
-                "loss": loss,
-                "grad_norm": grad_norm,
+                "loss": loss_number,
+                "grad_norm": norm_number,
                 "lr": _number(lr),
                 "tokens": self._tokens,
                 "seconds": seconds,
@@ -219,8 +229,14 @@ class Run:
     def __exit__(self, error: type[BaseException] | None, *_rest: object) -> None:
         if self._trace is not None:
             self._trace.__exit__()
-            if error is None:  # after an error the other ranks may not come
-                self._trace.write(self.folder / "trace.json")
+        self._write_report()  # also if the timelines cannot be gathered
+        if error is None and self._traced:  # after an error the other ranks may not come
+            ranks = (self._trace or Trace(self._device))._of_all_ranks()
+            if self._is_writer and any(events for _, events in ranks):
+                _write_timelines(ranks, self.folder / "trace.json")
+                self._write_report()
+
+    def _write_report(self) -> None:
         if self._is_writer and self._steps > 0:
             _C.write_report(str(self.folder))
 

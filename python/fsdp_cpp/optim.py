@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
 from ._low_precision import LowPrecisionAdamW
@@ -22,10 +22,20 @@ __all__ = ["AdamW", "LowPrecisionAdamW", "Muon", "clip_grad_norm_"]
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW, fused. Its state dict is the same: moments are DTensors like the parameters."""
 
+    _fuses_by_default = False
+
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.get("foreach") and not kwargs.get("differentiable"):
-            kwargs.setdefault("fused", True)
+        if kwargs.get("fused") is None and not kwargs.get("foreach") and not kwargs.get("differentiable"):
+            kwargs["fused"] = self._fuses_by_default = True
         super().__init__(params, *args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group. One with complex parameters is not fused, unless it says so itself."""
+        says = param_group.get("fused")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if says is None and self._fuses_by_default and any(param.is_complex() for param in group["params"]):
+            group["fused"] = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -72,6 +82,12 @@ def _total_norm(grads: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, norm_type)), norm_type)
 
 
+def _summed(grad: DTensor) -> DTensor:
+    """The gradient without partial sums, whose terms have other norms than their sum."""
+    placements = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
+    return grad if list(grad.placements) == placements else grad.redistribute(placements=placements)
+
+
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -84,7 +100,7 @@ def clip_grad_norm_(
     norm_type, max_norm = float(norm_type), float(max_norm)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     check_updated("clip_grad_norm_", parameters)
-    if not norm_type > 0:  # of which torch has an opinion of its own
+    if not norm_type > 0:  # torch decides what these norms are
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -95,6 +111,7 @@ def clip_grad_norm_(
     for grad in grads:
         groups: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(grad, DTensor):
+            grad = _summed(grad)
             axes = [i for i, placement in enumerate(grad.placements) if not placement.is_replicate()]
             groups = tuple(grad.device_mesh.get_group(axis) for axis in axes)
         by_groups.setdefault(groups, []).append(local_of(grad))
@@ -114,6 +131,9 @@ def clip_grad_norm_(
             "`error_if_nonfinite=False`"
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for local in by_groups.values():
-        torch._foreach_mul_(local, factor.to(local[0].device))
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(local_of(grad))
+    for device, local in by_device.items():
+        torch._foreach_mul_(local, factor.to(device))
     return total

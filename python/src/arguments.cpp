@@ -47,6 +47,33 @@ bool visit_builtin(PyObject* object, const Visit& visit) {
   return true;
 }
 
+/// False for torch's own classes, and for those that only change what operators do.
+bool has_own_functions(PyObject* tensor) {
+  static const auto* none =
+      new py::object(py::module_::import("torch._C").attr("_disabled_torch_function_impl"));
+  if (THPVariable_CheckExact(tensor)) {
+    return false;
+  }
+  const py::object functions = py::handle(tensor).attr("__torch_function__");
+  return !functions.is(*none);
+}
+
+/// Gives `made` the class and the attributes of `given`. A tensor that wraps others has its own.
+py::object alike(py::object made, PyObject* given) {
+  if (THPVariable_Unpack(given).key_set().has(c10::DispatchKey::Python)) {
+    return made;
+  }
+  const py::handle like = given;
+  if (has_own_functions(given)) {
+    made = made.attr("as_subclass")(like.get_type());
+  }
+  const py::dict attributes = like.attr("__dict__");
+  if (!attributes.empty()) {
+    made.attr("__dict__").attr("update")(attributes);
+  }
+  return made;
+}
+
 /// Throws RecursionError if trees are too deep, or contain themselves.
 struct Deeper {
   Deeper() {
@@ -69,15 +96,22 @@ void set_tree_functions(py::object children, py::object rebuild) {
 
 void TensorTree::add(PyObject* root) {
   if (THPVariable_Check(root)) {
-    tensors_.push_back(THPVariable_Unpack(root));
-    given_.push_back(tensors_.back().unsafeGetTensorImpl());
+    auto given = py::reinterpret_borrow<py::object>(root);
+    const auto& tensor = THPVariable_Unpack(root);
+    if (cast_ && tensor.is_floating_point() && tensor.scalar_type() != *cast_ &&
+        has_own_functions(root)) {
+      given = given.attr("to")(*cast_);
+      has_casts_ = true;
+    }
+    tensors_.push_back(THPVariable_Unpack(given.ptr()));
+    given_.push_back(std::move(given));
     return;
   }
   const Deeper deeper;
   if (is_plain(root) || visit_builtin(root, [this](PyObject* child) { add(child); })) {
     return;
   }
-  const auto node = tree_functions()->children(py::handle(root));
+  const auto node = tree_functions()->children(py::handle(root), in_results_);
   if (!node.is_none()) {
     for (const auto child : node.cast<py::tuple>()[0].cast<py::list>()) {
       add(child.ptr());
@@ -96,18 +130,21 @@ std::vector<at::Tensor*> TensorTree::pointers() {
 
 bool TensorTree::was_replaced() const {
   for (size_t i = 0; i < tensors_.size(); ++i) {
-    if (tensors_[i].unsafeGetTensorImpl() != given_[i]) {
+    if (!tensors_[i].is_same(THPVariable_Unpack(given_[i].ptr()))) {
       return true;
     }
   }
-  return false;
+  return has_casts_;
 }
 
 py::object TensorTree::rebuilt(PyObject* root) {
   const auto same = py::reinterpret_borrow<py::object>(root);
   if (THPVariable_Check(root)) {
     const auto i = next_++;
-    return tensors_[i].unsafeGetTensorImpl() == given_[i] ? same : wrapped(tensors_[i]);
+    const auto& given = given_[i];
+    return tensors_[i].is_same(THPVariable_Unpack(given.ptr()))
+               ? given
+               : alike(wrapped(tensors_[i]), given.ptr());
   }
   if (is_plain(root)) {
     return same;
@@ -137,7 +174,7 @@ py::object TensorTree::rebuilt(PyObject* root) {
     }
     return copy;
   }
-  const auto node = tree_functions()->children(same);
+  const auto node = tree_functions()->children(same, in_results_);
   if (node.is_none()) {
     return same;
   }

@@ -65,3 +65,13 @@ def layers_in_place_afterwards(engine):
 
 def test_layers_in_place_after_sharding(ranks):
     ranks(2).run(compiled, layers_in_place_afterwards)
+
+
+def whole_model_in_place(engine):
+    model = sharded_mlps(engine)
+    model.compile(backend=BACKEND, fullgraph=True)
+    return model
+
+
+def test_model_in_place_after_sharding(ranks):
+    ranks(2).run(compiled, whole_model_in_place)

@@ -71,7 +71,7 @@ def train_by_accelerate(kind, _folder):
     """The losses of a few steps, and the model."""
     import accelerate
 
-    accelerator = accelerate.Accelerator(cpu=DEVICE == "cpu")
+    accelerator = accelerate.Accelerator(cpu=DEVICE == "cpu", mixed_precision="bf16" if kind == "bf16 llama" else None)
     fsdp2_of(accelerator, "Qwen3DecoderLayer" if kind == "qwen" else "LlamaDecoderLayer")
     model = small_model(kind)
     if kind == "lora":
@@ -138,7 +138,7 @@ def with_both_engines(train, kind, folder):
 
 
 @needs_libraries
-@pytest.mark.parametrize("kind", ["llama", "recomputed llama", "qwen", "lora"])
+@pytest.mark.parametrize("kind", ["llama", "bf16 llama", "recomputed llama", "qwen", "lora"])
 def test_accelerate(ranks, kind, tmp_path):
     ranks(2).run(with_both_engines, train_by_accelerate, kind, str(tmp_path))
 
