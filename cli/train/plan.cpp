@@ -324,16 +324,20 @@ struct GroupBytes {
     }
     // Gradients are laid out in their own dtype first if the other one is reduced.
     laid_out = reduces && reduce_bytes_of(config) != param_bytes ? grads : 0;
+    if (!alone && config.device == "cpu") {
+      spare = std::max(whole, config.sends_bf16() ? 0 : to_reduce);
+    }
     accumulated = config.accumulate > 1 ? to_reduce : 0;
   }
 
-  int64_t shard = 0;       // of the gradients
-  int64_t on_device = 0;   // of `shard`, what stays there until the optimizer's step
-  int64_t whole = 0;       // the gathered parameters
-  int64_t sent = 0;        // the copy of the shard that a gather sends
-  int64_t grads = 0;       // as autograd makes them
-  int64_t laid_out = 0;    // for a moment, before they are reduced
-  int64_t reduced = 0;     // what reduces them: input and output
+  int64_t shard = 0;     // of the gradients
+  int64_t on_device = 0; // of `shard`, what stays there until the optimizer's step
+  int64_t whole = 0;     // the gathered parameters
+  int64_t sent = 0;      // the copy of the shard that a gather sends
+  int64_t grads = 0;     // as autograd makes them
+  int64_t laid_out = 0;  // for a moment, before they are reduced
+  int64_t reduced = 0;   // what reduces them: input and output
+  int64_t spare = 0;     // kept for the next collective: its whole parameters, or what was reduced
   int64_t accumulated = 0; // of earlier parts, until the last part reduces them
 };
 
@@ -373,7 +377,9 @@ int64_t plan_backward(
     const auto* last = i + 1 < blocks.size() ? &blocks[i + 1] : nullptr; // that was reduced
     waiting -= after_block(block) + kept + block.accumulated;
     const auto prefetched = keeps || i == 0 ? 0 : blocks[i - 1].whole + blocks[i - 1].sent;
-    const auto in_flight = last ? last->reduced : 0;
+    // Of the first block, backward gathers nothing after that could take it.
+    const auto spare = last && i == 0 ? last->spare : 0;
+    const auto in_flight = (last ? last->reduced : 0) + spare;
     const auto around = root.whole + (accumulates ? root.accumulated : head_grads) + waiting +
                         prefetched + finished + act.masks;
     // At its beginning all activations of the block are there, at its end all its gradients.
@@ -387,9 +393,11 @@ int64_t plan_backward(
     peak = std::max(peak, around + std::max({begins, ends, reduces}));
     finished += last ? last->on_device : 0;
   }
-  const auto at_root = finished + blocks.front().shard +
-                       (accumulates ? root.accumulated : root.grads) + root.laid_out + root.reduced;
-  return std::max(peak, at_root);
+  const auto& first = blocks.front();
+  const auto root_grads = accumulates ? root.accumulated : root.grads;
+  const auto root_ends = root.whole + root_grads + first.reduced + first.spare;
+  const auto root_reduces = first.shard + root_grads + root.laid_out + root.reduced;
+  return std::max(peak, finished + std::max(root_ends, root_reduces));
 }
 
 } // namespace

@@ -58,7 +58,8 @@ struct PlanFor {
 /// - The loss has the activations of all blocks, and three tensors of scores in fp32.
 /// - Backward goes from the last block to the first. Activations go away, sharded gradients come.
 ///   Meanwhile there are: this block gathered and the next one, the gradients of this block, the
-///   buffers that reduce those of the block before, and the root's parameters.
+///   buffers that reduce those of the block before, and the root's parameters. On the CPU, the
+///   memory of one more block is kept for the next collective, until there is none.
 /// - Gradients that are accumulated stay unsharded until the last part reduces them.
 /// - The optimizer's step has the sharded gradients of all blocks. Muon's also has whole matrices,
 ///   and parts of others that are being sent.

@@ -13,7 +13,7 @@ struct MemoryStats {
   int64_t shards = 0;        // this rank's shards of the parameters
   int64_t gathered = 0;      // parameters that are gathered at the moment
   int64_t gradients = 0;     // of shards and of gathered parameters
-  int64_t communication = 0; // buffers of gathers and reductions in flight
+  int64_t communication = 0; // buffers of gathers and reductions, or kept for the next
   int64_t other = 0;         // everything else: activations, optimizer state, your own tensors
   int64_t allocated = 0;     // the sum of the above, if all of it was counted
   int64_t peak = 0;          // the highest `allocated` since reset_peak_memory_stats

@@ -23,9 +23,10 @@ _waiters = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fsdp_cpp
 def save(state_dict: MutableMapping[str, Any], path: Path, *, overwrite: bool = True) -> None:
     """Writes a checkpoint into the folder `path`, which all ranks must see. All ranks must call it.
 
-    `state_dict` is a tree of dicts, lists and tuples. Its leaves are DTensors, of which each rank writes its part;
-    tensors, which must be the same on all ranks; bools, numbers and strings. None is not saved. The checkpoint
-    appears whole or not at all. `fsdp inspect`, `fsdp verify` and `fsdp convert` read it.
+    `state_dict` is a tree of dicts, lists and tuples. Its leaves are DTensors, of which each rank writes its part, and
+    plain tensors, bools, numbers and strings, which should be the same on all ranks: of those that differ, rank 0's
+    are saved. None is not saved. The checkpoint appears whole or not at all. `fsdp inspect`, `fsdp verify` and
+    `fsdp convert` read it.
     """
     _C.save(_agreed_items(state_dict, path), os.fspath(path), overwrite)
 
@@ -44,10 +45,11 @@ def async_save(
 def load(state_dict: MutableMapping[str, Any], path: Path, *, strict: bool = True, verify: bool = True) -> None:
     """Fills the tensors of `state_dict` from a checkpoint, and replaces its other values. All ranks must call it.
 
-    Meshes, placements, dtypes and the number of ranks may differ from those that were saved. None stays None. `path`
-    is what `save` wrote, a folder of torch.distributed.checkpoint, a folder of safetensors files, or one such file.
-    With `strict`, every value must be there. With `verify`, the data is compared with the checksums. Nothing changes
-    on any rank unless every rank could read all it needs.
+    Meshes, placements and the number of ranks may differ from those that were saved. So may dtypes: values are
+    converted to that of the tensor in `state_dict`. None stays None. `path` is what `save` wrote, a folder of
+    torch.distributed.checkpoint, a folder of safetensors files, or one such file. With `strict`, every value must be
+    there. With `verify`, the data is compared with the checksums. Nothing changes on any rank unless every rank could
+    read all it needs.
     """
     _fill(state_dict, "", dict(_C.load(_agreed_items(state_dict, path), os.fspath(path), strict, verify)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import hashlib
 import logging
 import threading
 import weakref
@@ -170,12 +171,14 @@ def _group_name(*args: Any, **kwargs: Any) -> Any:
 def _new_group(ranks: list[int]) -> dist.ProcessGroup:
     """Makes a group that only its own ranks know of.
 
-    torch's name for it has the number of groups that a rank is in. Ranks with other numbers would never meet.
+    torch's name for it has the number of groups that a rank is in. Ranks with other numbers would never meet. This
+    name is part of keys of the store, which are short, and so it has a hash of the ranks.
     """
     dist.distributed_c10d._process_group_name = _group_name
     made = _made.setdefault(dist.distributed_c10d._get_default_group(), collections.Counter())
     made[tuple(ranks)] += 1
-    _naming.name = f"fsdp_cpp_{'_'.join(map(str, ranks))}_{made[tuple(ranks)]}"
+    digest = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
+    _naming.name = f"fsdp_cpp_{digest}_{made[tuple(ranks)]}"
     try:
         return dist.new_group(ranks, use_local_synchronization=True)
     finally:

@@ -37,7 +37,8 @@ def _redirected(ours: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(_module: Any) -> NoReturn:
         raise RuntimeError(
             f"this {ours.__name__} was taken from torch before fsdp_cpp.patch_torch() was called, for example by "
-            "functools.partial: call patch_torch() first"
+            "functools.partial, or from torch's private modules: call patch_torch() first, and import "
+            "torch.distributed.fsdp"
         )
 
     redirected.state = refuse  # type: ignore[attr-defined]

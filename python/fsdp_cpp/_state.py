@@ -10,8 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.distributed._composable_state import _get_module_state, _insert_module_state, _State
+from torch.distributed._composable_state import (
+    _get_module_state,
+    _insert_module_state,
+    _module_state_mapping,
+    _State,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -165,6 +171,7 @@ class State(_State):
 
     def look(self, with_tensors: bool) -> tuple[list, list]:
         """The sharded modules at and below this state's, and the parameters."""
+        _check_no_engine_above()
         roots = [root for ref in self._modules if (root := ref()) is not None]
         below = [item for root in roots for item in _all_names(root, "", set())]
         states = [(name, module, state) for name, module in below if (state := state_of(module)) is not None]
@@ -182,6 +189,20 @@ class State(_State):
             if (whole := wholes.get(module, {}).get(site)) is not None
         ]
         return nodes, params
+
+
+def _check_no_engine_above() -> None:
+    """torch's fully_shard takes the parameters below it, also those of this engine, which would then train on copies."""
+    for other in {ref() for ref in list(_module_state_mapping.values())}:  # other threads may be ranks, too
+        if not isinstance(other, FSDPState):
+            continue
+        groups = getattr(other, "_fsdp_param_groups", None) or [other._fsdp_param_group]  # one in torch 2.11
+        for info in (param._module_info for group in groups if group for param in group.fsdp_params):
+            if is_managed_site(info.module, info.param_name):
+                raise ValueError(
+                    f"torch's own fully_shard took parameter '{info.param_name}' of a {type(info.module).__name__} "
+                    "that fsdp_cpp had sharded: use one of them for the whole model"
+                )
 
 
 def _all_names(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

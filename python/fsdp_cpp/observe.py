@@ -40,7 +40,7 @@ class MemoryStats:
     shards: int  # of the parameters
     gathered: int  # parameters that are whole at the moment
     gradients: int  # of shards and of whole parameters
-    communication: int  # buffers of gathers and reductions in flight
+    communication: int  # buffers of gathers and reductions, or kept for the next
     other: int  # all else: activations, optimizer state, your own tensors
     allocated: int  # the sum of the above, if all of it was counted
     peak: int  # the highest `allocated` since reset_peak_memory_stats

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <exception>
 #include <future>
@@ -28,14 +29,15 @@ namespace {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-/// The ranks of a group, which tell each other which of their collectives has failed. A rank that
-/// says nothing is late or gone, or waits still.
-class Failures {
+/// The ranks of a group, which tell each other which of their collectives was the first to fail. A
+/// rank that says nothing is late or gone, or waits still.
+class Failures : public std::enable_shared_from_this<Failures> {
  public:
   /// The ranks share `store`, which may be null.
   Failures(c10::intrusive_ptr<c10d::Store> store, int rank, std::vector<int> world_ranks)
       : store_(std::move(store)), rank_(rank), world_ranks_(std::move(world_ranks)) {
     if (store_) {
+      const Unlocked unlocked;
       try {
         store_->deleteKey(key(rank_));  // of an earlier world on the same store
       } catch (const std::exception&) { // the first collective will say so
@@ -44,14 +46,17 @@ class Failures {
   }
 
   /// Returns sentences about the ranks that have not failed, and those where other calls have.
-  std::string report(const std::string& call) const {
-    if (!store_) {
+  /// Returns "" after the first failure of this group.
+  std::string report(const std::string& call) {
+    if (!store_ || reported_.exchange(true)) {
       return "";
     }
     // A thread of its own, because a store whose process is stopped never answers.
     const auto asked = std::make_shared<std::promise<std::string>>();
     auto answer = asked->get_future();
-    std::thread([self = *this, asked, call] { asked->set_value(self.ask(call)); }).detach();
+    std::thread([self = shared_from_this(), asked, call] {
+      asked->set_value(self->ask(call));
+    }).detach();
     return answer.wait_for(std::chrono::seconds(4)) == std::future_status::ready ? answer.get()
                                                                                  : "";
   }
@@ -106,6 +111,7 @@ class Failures {
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;
   const std::vector<int> world_ranks_;
+  std::atomic<bool> reported_ = false;
 };
 
 /// Waits without Python's lock, which another rank may need to get here.
@@ -115,7 +121,7 @@ class UnlockedWork : public c10d::Work {
   explicit UnlockedWork(
       WorkPtr work,
       std::optional<Reference> object = {},
-      std::shared_ptr<const Failures> failures = nullptr,
+      std::shared_ptr<Failures> failures = nullptr,
       const char* kind = "")
       : work_(std::move(work)),
         object_(std::move(object)),
@@ -140,7 +146,7 @@ class UnlockedWork : public c10d::Work {
  private:
   const WorkPtr work_;
   const std::optional<Reference> object_;
-  const std::shared_ptr<const Failures> failures_;
+  const std::shared_ptr<Failures> failures_;
   const char* const kind_;
   const detail::CollectiveLabel::Purpose purpose_;
 };
@@ -163,7 +169,7 @@ class GivenBackend : public c10d::Backend {
 /// tensors, while it holds a lock that the call needs.
 template <class Call>
 WorkPtr issue_unlocked(
-    const Call& call, std::shared_ptr<const Failures> failures = nullptr, const char* kind = "") {
+    const Call& call, std::shared_ptr<Failures> failures = nullptr, const char* kind = "") {
   const Unlocked unlocked;
   auto work = call();
   if (!work) {
@@ -188,6 +194,13 @@ class BackendBelow : public c10d::Backend {
   const c10::intrusive_ptr<c10d::Backend> own_;
 };
 
+/// A client of the group's store that no other thread waits with. Null if there is no store.
+c10::intrusive_ptr<c10d::Store> own_client(const GivenGroup& group) {
+  const auto store = group->getStore();
+  const Unlocked unlocked;
+  return store ? store->clone() : nullptr;
+}
+
 /// The usual group, whose backends are written in C++.
 class NativeBackend : public GivenBackend {
  public:
@@ -197,11 +210,16 @@ class NativeBackend : public GivenBackend {
       const std::vector<int>& world_ranks)
       : GivenBackend(group),
         own_(std::move(own)),
-        failures_(std::make_shared<Failures>(group->getStore(), group->getRank(), world_ranks)) {}
+        store_(own_client(group)),
+        failures_(std::make_shared<Failures>(store_, group->getRank(), world_ranks)) {}
 
   /// The backend for tensors of the device.
   const c10::intrusive_ptr<c10d::Backend>& own() const {
     return own_;
+  }
+  /// Null if the group has none.
+  const c10::intrusive_ptr<c10d::Store>& store() const {
+    return store_;
   }
   const std::string getBackendName() const override {
     return own_->getBackendName();
@@ -258,7 +276,8 @@ class NativeBackend : public GivenBackend {
   }
 
   const c10::intrusive_ptr<c10d::Backend> own_;
-  const std::shared_ptr<const Failures> failures_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::shared_ptr<Failures> failures_;
 };
 
 /// A group that is written in Python, which only the functions of torch.distributed know to call.
@@ -347,17 +366,20 @@ std::optional<Reference>& new_group() {
   return *function;
 }
 
-/// The ranks of gloo and nccl compare their calls once per step, past the group itself.
+/// The ranks of gloo and nccl compare their calls once per step, gloo's through the store.
 void compare_calls_of(detail::GroupState& state) {
   const auto* backend = dynamic_cast<const NativeBackend*>(state.backend.get());
   if (!backend || backend->getSize() == 1 || !detail::checks_collectives()) {
     return;
   }
   const auto name = backend->getBackendName();
-  const auto store = backend->group()->getStore();
+  const auto& store = backend->store();
   c10::intrusive_ptr<c10d::Backend> compares;
-  if (name == "gloo" && store) {
-    compares = c10::make_intrusive<StoreGather>(store, backend->getRank(), backend->getSize());
+  // A store in a file would grow with each step.
+  if (name == "gloo" && store && store->hasExtendedApi()) {
+    const auto timeout = backend->own()->getBackendOptions()->timeout;
+    compares = c10::make_intrusive<StoreGather>(
+        store, backend->getRank(), StoreGather::Group{state.name, state.world_ranks, timeout});
   } else if (name == "nccl") {
     compares = c10::make_intrusive<BackendBelow>(backend->own());
   }

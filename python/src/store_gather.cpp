@@ -1,13 +1,15 @@
 #include "store_gather.h"
 
+#include <ATen/ATen.h>
+#include <fsdp/error.h>
+
 #include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <stdexcept>
+#include <exception>
 #include <thread>
 #include <utility>
-#include <vector>
 
+#include "base/check.h"
 #include "base/text.h"
 #include "interpreter.h"
 
@@ -29,26 +31,42 @@ bool is_of(int64_t number, const Bytes& bytes) {
   return bytes.size() >= sizeof(number) && std::memcmp(bytes.data(), &number, sizeof(number)) == 0;
 }
 
-class StoreWork : public c10d::Work {
- public:
-  StoreWork(
-      c10::intrusive_ptr<c10d::Store> store,
-      std::vector<std::string> keys,
-      int64_t number,
-      at::Tensor out)
-      : store_(std::move(store)), keys_(std::move(keys)), number_(number), out_(std::move(out)) {}
+/// The values of the keys. One that is not there yet is empty.
+std::vector<Bytes> values_of(c10d::Store& store, const std::vector<std::string>& keys) {
+  if (store.check(keys)) {
+    return store.multiGet(keys);
+  }
+  std::vector<Bytes> values;
+  for (const auto& key : keys) {
+    values.push_back(store.check({key}) ? store.get(key) : Bytes());
+  }
+  return values;
+}
 
-  /// Asks again and again, because a store that waits lets no other thread ask.
+} // namespace
+
+class StoreGather::Gathering : public c10d::Work {
+ public:
+  Gathering(const StoreGather& gather, std::vector<std::string> keys, at::Tensor out, at::Tensor in)
+      : store_(gather.store_),
+        group_(gather.group_),
+        number_(gather.number_),
+        keys_(std::move(keys)),
+        out_(std::move(out)),
+        in_(std::move(in)) {}
+
   bool wait(std::chrono::milliseconds timeout) override {
     const Unlocked unlocked;
-    const auto limit = timeout == kNoTimeout ? store_->getTimeout() : timeout;
+    const auto limit = timeout == kNoTimeout ? group_.timeout : timeout;
     const auto start = std::chrono::steady_clock::now();
+    // Asks again and again: a store that waits would answer nothing else meanwhile.
     std::chrono::microseconds pause(100);
-    for (auto missing = take(); !missing.empty(); missing = take()) {
+    for (auto late = take(); !late.empty(); late = take()) {
       if (std::chrono::steady_clock::now() - start > limit) {
-        throw std::runtime_error(
-            "the ranks cannot compare the calls of their last steps: rank " +
-            detail::join(missing) + (missing.size() == 1 ? " is" : " are") + " late or gone");
+        FSDP_THROW(
+            CommError, "in group '", group_.name, "' rank ", detail::join(late),
+            late.size() == 1 ? " is" : " are",
+            " late or gone: the ranks cannot compare the calls of their last steps");
       }
       std::this_thread::sleep_for(pause);
       pause = std::min(pause * 3 / 2, std::chrono::microseconds(10'000));
@@ -57,40 +75,43 @@ class StoreWork : public c10d::Work {
   }
 
  private:
-  /// Copies what is there. Returns the ranks whose tensors are not there yet.
+  /// Copies the tensors of all ranks. Returns the ranks whose tensors are not there yet.
   std::vector<int> take() {
-    std::vector<int> missing;
-    const auto row_bytes = out_.nbytes() / keys_.size();
-    auto* rows = static_cast<char*>(out_.mutable_data_ptr());
-    for (size_t rank = 0; rank < keys_.size(); ++rank) {
-      if (keys_[rank].empty()) {
-        continue; // taken already
-      }
-      const auto bytes = store_->check({keys_[rank]}) ? store_->get(keys_[rank]) : Bytes();
-      if (!is_of(number_, bytes)) {
-        missing.push_back(static_cast<int>(rank));
-        continue;
-      }
-      std::memcpy(rows + rank * row_bytes, bytes.data() + sizeof(number_), row_bytes);
-      keys_[rank].clear();
+    std::vector<Bytes> rows;
+    try {
+      rows = values_of(*store_, keys_);
+    } catch (const std::exception&) { // the store has ended
+      out_.copy_(in_.expand_as(out_));
+      return {};
     }
-    return missing;
+    std::vector<int> late;
+    auto* to = static_cast<char*>(out_.mutable_data_ptr());
+    for (size_t rank = 0; rank < rows.size(); ++rank, to += in_.nbytes()) {
+      if (is_of(number_, rows[rank])) {
+        std::memcpy(to, rows[rank].data() + sizeof(number_), in_.nbytes());
+      } else {
+        late.push_back(group_.world_ranks[rank]);
+      }
+    }
+    return late;
   }
 
   const c10::intrusive_ptr<c10d::Store> store_;
-  std::vector<std::string> keys_; // by rank
+  const Group group_;
   const int64_t number_;
+  const std::vector<std::string> keys_; // by rank
   const at::Tensor out_;
+  const at::Tensor in_;
 };
 
-} // namespace
-
-StoreGather::StoreGather(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
-    : Backend(rank, size), store_(std::move(store)) {
+StoreGather::StoreGather(c10::intrusive_ptr<c10d::Store> store, int rank, Group group)
+    : Backend(rank, static_cast<int>(group.world_ranks.size())),
+      store_(std::move(store)),
+      group_(std::move(group)) {
   const Unlocked unlocked;
-  // An earlier world on the same store has left keys. All ranks have made as many worlds.
-  const auto worlds = store_->add("fsdp_cpp/worlds/" + std::to_string(rank), 1);
-  prefix_ = "fsdp_cpp/calls/" + std::to_string(worlds) + "/";
+  // An earlier group on the same store has left keys. All ranks have made as many groups.
+  const auto groups = store_->add("fsdp_cpp/groups/" + std::to_string(rank), 1);
+  prefix_ = "fsdp_cpp/calls/" + std::to_string(groups) + "/";
 }
 
 c10::intrusive_ptr<c10d::Work> StoreGather::_allgather_base(
@@ -98,18 +119,16 @@ c10::intrusive_ptr<c10d::Work> StoreGather::_allgather_base(
   // Two keys for each rank are enough: a rank begins a gather when it has the one before, to which
   // all have brought their tensors.
   ++number_;
-  const auto key = [&](int rank) {
-    return prefix_ + std::to_string(number_ % 2) + "/" + std::to_string(rank);
-  };
-  {
-    const Unlocked unlocked;
-    store_->set(key(getRank()), packed(number_, in));
-  }
   std::vector<std::string> keys;
   for (int rank = 0; rank < getSize(); ++rank) {
-    keys.push_back(key(rank));
+    keys.push_back(prefix_ + std::to_string(number_ % 2) + "/" + std::to_string(rank));
   }
-  return c10::make_intrusive<StoreWork>(store_, std::move(keys), number_, out);
+  try {
+    const Unlocked unlocked;
+    store_->set(keys[getRank()], packed(number_, in));
+  } catch (const std::exception&) { // the store has ended, as the Work will find
+  }
+  return c10::make_intrusive<Gathering>(*this, std::move(keys), out, in);
 }
 
 } // namespace fsdp::python

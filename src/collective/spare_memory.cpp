@@ -9,10 +9,11 @@ namespace fsdp::detail {
 
 at::Tensor SpareMemory::empty(int64_t numel, const at::TensorOptions& options) {
   auto kept = std::exchange(kept_, at::Tensor());
-  if (kept.defined() && kept.numel() == numel && kept.dtype() == options.dtype()) {
+  if (kept.defined() && kept.numel() == numel && kept.dtype() == options.dtype() &&
+      kept.device() == options.device()) {
     return kept;
   }
-  kept = at::Tensor(); // first, so that there is never more memory than without this class
+  kept = at::Tensor(); // first, so that the old and the new buffer are not there at a time
   const c10::InferenceMode not_inference(false); // the memory may be kept for training
   return at::empty({numel}, options);
 }

@@ -4,9 +4,10 @@
 
 namespace fsdp::detail {
 
-/// Keeps the memory of one freed buffer on the CPU for the next buffer of its size. malloc gives
-/// memory of this size back to the system, and takes it again page by page. With that in each
-/// group, a step of small layers takes a tenth longer. (A GPU's allocator keeps memory by itself.)
+/// Keeps the memory of one freed buffer on the CPU for the next buffer of its size, at most until
+/// forward or backward ends. malloc would give large buffers back to the system, and take them
+/// again page by page. With that in each group, a step of small layers takes a tenth longer. (A
+/// GPU's allocator keeps memory by itself.)
 class SpareMemory {
  public:
   /// Returns a tensor with one dimension, in the memory that was kept if that has just this size.

@@ -98,7 +98,7 @@ class CommContext {
   SpareMemory spare_memory;
 
   /// The reductions of all groups, in the order of backward.
-  ReductionQueue reductions{spare_memory};
+  ReductionQueue reductions;
 
   /// Appends a forward to the order.
   void record_forward(const std::shared_ptr<ForwardRecord>& record);

@@ -344,17 +344,20 @@ void FlatParams::check_on_host() const {
       join(elsewhere), "]");
 }
 
-/// The parameter whose shard is at that offset of the shard buffer, in bytes.
+/// The parameter whose shard is at that offset of the shard buffer, in bytes, or before it if
+/// padding is there.
 const FSDPParam& FlatParams::param_at(int64_t offset) const {
   const auto unit = static_cast<int64_t>(shard_.element_size());
+  size_t found = 0;
+  int64_t last = -1;
   for (size_t i = 0; i < params_.size(); ++i) {
-    const auto& part = layout_.parts[i].shard;
-    const auto from = part.offset * unit;
-    if (offset == from || (offset > from && offset < from + part.numel * unit)) {
-      return *params_[i];
+    const auto from = layout_.parts[i].shard.offset;
+    if (from * unit <= offset && from >= last) {
+      found = i;
+      last = from;
     }
   }
-  return *params_.front(); // in the padding
+  return *params_[found];
 }
 
 uint64_t FlatParams::shard_version() const {

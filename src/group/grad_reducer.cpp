@@ -137,7 +137,7 @@ bool GradReducer::is_reduced(const FSDPParam& param) const {
 
 // ------------------------------------------------------------ Start
 
-void GradReducer::start(ReductionQueue& queue, bool is_last) {
+void GradReducer::start(ReductionQueue& queue, SpareMemory& spare, bool is_last) {
   std::vector<at::ScalarType> dtypes; // each is reduced by itself
   for (const auto& param : flat_.params()) {
     const auto dtype = wire_dtype(*param);
@@ -146,7 +146,7 @@ void GradReducer::start(ReductionQueue& queue, bool is_last) {
     }
   }
   for (const auto dtype : dtypes) {
-    start(queue, dtype, is_last);
+    start(queue, spare, dtype, is_last);
   }
 }
 
@@ -172,7 +172,8 @@ Reduction GradReducer::take_grads(at::ScalarType dtype, std::vector<ReduceInput>
   return reduction;
 }
 
-void GradReducer::start(ReductionQueue& queue, at::ScalarType dtype, bool is_last) {
+void GradReducer::start(
+    ReductionQueue& queue, SpareMemory& spare, at::ScalarType dtype, bool is_last) {
   at::NoGradGuard no_grad;
   std::vector<ReduceInput> inputs;
   auto reduction = take_grads(dtype, inputs);
@@ -201,7 +202,7 @@ void GradReducer::start(ReductionQueue& queue, at::ScalarType dtype, bool is_las
            .force_sum = force_sum}),
       .stream = queue.reduce_scatter_stream()};
   if (!has_streams(flat_.device()) && reduce_scatter_ == default_reduce_scatter()) {
-    reduction.request.input_memory = &queue.spare_memory();
+    reduction.request.input_memory = &spare;
   }
   const CollectiveLabel collective(name_, &flat_.purpose(reduction.params));
   reduction.reducing = start_reduce(*reduce_scatter_, inputs, reduction.request);
@@ -235,7 +236,7 @@ bool GradReducer::finish_reduce_scatter(Reduction& reduction) {
   if (!reduction.grads_are_enqueued) {
     const c10::OptionalStreamGuard on(scatter);
     std::exchange(reduction.reducing.work, {}).wait();
-    if (reduction.request.input_memory) { // before hooks run, which may need memory
+    if (reduction.request.input_memory) {
       reduction.request.input_memory->keep(std::exchange(reduction.reducing.input, at::Tensor()));
     }
     add_partial_grads(reduction);

@@ -35,7 +35,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void accumulate();
   /// Starts the reduction of the gradients that backward has left. Collective if there are any.
   /// With `is_last` no other reduction will add to them.
-  void start(ReductionQueue& queue, bool is_last);
+  void start(ReductionQueue& queue, SpareMemory& spare, bool is_last);
   void drop_grads();
   /// Tells the user of the gradients that are complete now. Does nothing without a hook.
   void report_complete();
@@ -84,7 +84,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   at::ScalarType wire_dtype(const FSDPParam& param) const;
   bool is_reduced(const FSDPParam& param) const;
   Reduction take_grads(at::ScalarType dtype, std::vector<ReduceInput>& inputs) const;
-  void start(ReductionQueue& queue, at::ScalarType dtype, bool is_last);
+  void start(ReductionQueue& queue, SpareMemory& spare, at::ScalarType dtype, bool is_last);
   void add_grads_alone(
       const Reduction& reduction, const std::vector<ReduceInput>& inputs, at::ScalarType dtype);
   void call_all_reduce_hook(at::Tensor& flat, const OptionalStream& current);

@@ -259,7 +259,7 @@ void FSDPParamGroup::free_whole(ReshardAfter when) {
   auto [memory, stream] = flat_.free_whole();
   if (stream && stream != optional_current_stream(flat_.device())) {
     comm->retire(std::move(memory), stream, /*overlap=*/when == ReshardAfter::Forward);
-  } else if (when != ReshardAfter::User) {
+  } else if (when != ReshardAfter::User && !flat_.alone()) {
     comm->spare_memory.keep(std::move(memory));
   }
 }
@@ -365,7 +365,7 @@ void FSDPParamGroup::post_backward(BackwardKind kind) {
     const Range reducing("post_backward_reduce", label_);
     const bool is_complete = reducer_->has_reduced_grads_hook() && kind.is_last &&
                              !graph_needs_it && !comm->expects_backward(*this);
-    reducer_->start(comm->reductions, is_complete);
+    reducer_->start(comm->reductions, comm->spare_memory, is_complete);
   }
   record_event(EventLog::Kind::PostBackward, name_, TrainingState::PostBackward);
 }

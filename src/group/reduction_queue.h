@@ -44,18 +44,11 @@ struct Reduction {
 /// order they are finished.
 class ReductionQueue {
  public:
-  explicit ReductionQueue(SpareMemory& spare_memory) : spare_memory_(spare_memory) {}
-
   void set_streams(std::shared_ptr<const CommStreams> streams) {
     streams_ = std::move(streams);
   }
   const OptionalStream& reduce_scatter_stream() const {
     return streams_->reduce_scatter;
-  }
-
-  /// Memory for the inputs of reduce-scatters, on the CPU.
-  SpareMemory& spare_memory() const {
-    return spare_memory_;
   }
 
   void add(Reduction reduction);
@@ -80,7 +73,6 @@ class ReductionQueue {
   void finish_reduce_scatters(size_t max_left);
   void finish_all_reduces(size_t max_left);
 
-  SpareMemory& spare_memory_;
   std::shared_ptr<const CommStreams> streams_ = std::make_shared<const CommStreams>();
   std::deque<Reduction> reduce_scatters_;
   std::deque<Reduction> all_reduces_;

@@ -343,7 +343,7 @@ DeviceMesh DeviceMesh::from_groups(
     TORCH_CHECK_VALUE(
         along == groups[axis].ranks(), "[DeviceMesh::from_groups] the group of axis ", axis,
         " has the ranks ", detail::join(groups[axis].ranks()), ", but the mesh has ",
-        detail::join(along), " there");
+        detail::join(along), " there: give the mesh its ranks in the order of the group");
   }
   return detail::whole_mesh(std::move(root));
 }

@@ -427,10 +427,15 @@ def test_torch_functions_from_before(ranks):
 
 
 def two_engines():
-    """A layer of torch's engine below a module of this one is an error."""
+    """One engine above or below the other is an error."""
     layer = torch_fsdp.fully_shard(Mlp(), mesh=mesh_of())
     with pytest.raises(ValueError, match="belongs to torch's own fully_shard or replicate"):
         fsdp_cpp.fully_shard(nn.Sequential(layer), mesh=mesh_of())
+    mesh = dist.init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("shard", "other"))
+    layer = fsdp_cpp.fully_shard(Mlp(), mesh=mesh["shard"])
+    model = torch_fsdp.fully_shard(nn.Sequential(layer), mesh=mesh["other"])
+    with pytest.raises(ValueError, match="torch's own fully_shard took parameter '.*' of a Linear"):
+        model(batch(0))
 
 
 def test_two_engines(ranks):

@@ -279,9 +279,10 @@ class Summed(nn.Linear):
     """Hooks its whole weight, as transformers' tensor parallelism does to sum gradients over its own axis."""
 
     def forward(self, x):
-        if getattr(self, "hooked", None) is not self.weight:
+        hooked = vars(self).setdefault("hooked", [])  # in a list, which makes it no parameter of this module
+        if not any(each is self.weight for each in hooked):
             self.weight.register_post_accumulate_grad_hook(lambda param: (param.grad.mul_(2), None)[1])
-            self.hooked = self.weight
+            hooked.append(self.weight)
         return super().forward(x)
 
 

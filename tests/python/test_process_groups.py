@@ -3,6 +3,10 @@
 import datetime
 import gc
 import os
+import socket
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
@@ -125,3 +129,60 @@ def groups_that_end():
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts the threads of gloo")
 def test_groups_that_end(ranks):
     ranks(2).run(groups_that_end)
+
+
+def a_thread_that_waits_for_the_store():
+    """A thread of the user's may wait for a key all through a training, for a sign to stop, for example."""
+    model = sharded_mlps(fsdp_cpp)
+    model(batch(0)).sum().backward()
+    key = "a thread waits for this"
+    store = dist.distributed_c10d._get_default_store()
+    waited = []
+    waiting = threading.Thread(target=lambda: waited.append(store.wait([key], datetime.timedelta(seconds=30))))
+    if dist.get_rank() == 0:
+        waiting.start()
+        time.sleep(0.5)
+    for step in range(3):
+        model(batch(step)).sum().backward()
+    if dist.get_rank() == 1:
+        store.set(key, "")
+    else:
+        waiting.join()
+        assert waited == [None]  # else it waited for the whole time, and the training with it
+
+
+def test_a_thread_that_waits_for_the_store(ranks):
+    ranks(2).run(a_thread_that_waits_for_the_store)
+
+
+DONE_FIRST = """
+import sys, time
+import torch
+import torch.distributed as dist
+import fsdp_cpp
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", f"tcp://127.0.0.1:{sys.argv[2]}", rank=rank, world_size=2)
+model = fsdp_cpp.fully_shard(torch.nn.Linear(4, 4), mesh=dist.init_device_mesh("cpu", (2,)))
+for _ in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+model.register_forward_hook(lambda *_: time.sleep(2 * rank), prepend=True)
+with torch.no_grad():
+    print(model(torch.ones(2, 4)).shape)
+"""
+
+
+def test_a_rank_that_is_done_first():
+    """The process of rank 0 has the store, and ends while rank 1 is in its last forward."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", DONE_FIRST, str(rank), port], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        text, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, text
