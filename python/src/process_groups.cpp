@@ -198,7 +198,11 @@ class BackendBelow : public c10d::Backend {
 c10::intrusive_ptr<c10d::Store> own_client(const GivenGroup& group) {
   const auto store = group->getStore();
   const Unlocked unlocked;
-  return store ? store->clone() : nullptr;
+  try {
+    return store ? store->clone() : nullptr;
+  } catch (const std::exception&) { // a store that is written in Python
+    return store;
+  }
 }
 
 /// The usual group, whose backends are written in C++.
