@@ -172,7 +172,7 @@ def _new_group(ranks: list[int]) -> dist.ProcessGroup:
     """Makes a group that only its own ranks know of.
 
     torch's name for it has the number of groups that a rank is in. Ranks with other numbers would never meet. This
-    name is part of keys of the store, which are short, and so it has a hash of the ranks.
+    name has a hash of the ranks, because keys of the store have a limit.
     """
     dist.distributed_c10d._process_group_name = _group_name
     made = _made.setdefault(dist.distributed_c10d._get_default_group(), collections.Counter())

@@ -171,10 +171,10 @@ class State(_State):
 
     def look(self, with_tensors: bool) -> tuple[list, list]:
         """The sharded modules at and below this state's, and the parameters."""
-        _check_no_engine_above()
         roots = [root for ref in self._modules if (root := ref()) is not None]
         below = [item for root in roots for item in _all_names(root, "", set())]
         states = [(name, module, state) for name, module in below if (state := state_of(module)) is not None]
+        _check_no_engine_above([state for _, _, state in states])
         nodes = [(name, module, state.engine) for name, module, state in states]
         if not with_tensors:
             return nodes, []
@@ -191,14 +191,16 @@ class State(_State):
         return nodes, params
 
 
-def _check_no_engine_above() -> None:
+def _check_no_engine_above(states: list[State]) -> None:
     """torch's fully_shard takes the parameters below it, also those of this engine, which would then train on copies."""
-    for other in {ref() for ref in list(_module_state_mapping.values())}:  # other threads may be ranks, too
+    for ref in _module_state_mapping.keyrefs():
+        module = ref()
+        other = _get_module_state(module) if module is not None else None
         if not isinstance(other, FSDPState):
             continue
         groups = getattr(other, "_fsdp_param_groups", None) or [other._fsdp_param_group]  # one in torch 2.11
         for info in (param._module_info for group in groups if group for param in group.fsdp_params):
-            if is_managed_site(info.module, info.param_name):
+            if any(info.param_name in state._sites.get(info.module, ()) for state in states):
                 raise ValueError(
                     f"torch's own fully_shard took parameter '{info.param_name}' of a {type(info.module).__name__} "
                     "that fsdp_cpp had sharded: use one of them for the whole model"

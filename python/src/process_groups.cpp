@@ -46,7 +46,7 @@ class Failures : public std::enable_shared_from_this<Failures> {
   }
 
   /// Returns sentences about the ranks that have not failed, and those where other calls have.
-  /// Returns "" after the first failure of this group.
+  /// Empty after the group's first failure.
   std::string report(const std::string& call) {
     if (!store_ || reported_.exchange(true)) {
       return "";
@@ -200,7 +200,7 @@ c10::intrusive_ptr<c10d::Store> own_client(const GivenGroup& group) {
   const Unlocked unlocked;
   try {
     return store ? store->clone() : nullptr;
-  } catch (const std::exception&) { // a store that is written in Python
+  } catch (const std::exception&) { // it cannot be cloned, for example one in Python
     return store;
   }
 }
@@ -370,8 +370,9 @@ std::optional<Reference>& new_group() {
   return *function;
 }
 
-/// The ranks of gloo and nccl compare their calls once per step, gloo's through the store.
-void compare_calls_of(detail::GroupState& state) {
+/// The ranks of nccl compare their calls once per step, and those of gloo on the CPU, through the
+/// store.
+void compare_calls_of(detail::GroupState& state, c10::DeviceType device_type) {
   const auto* backend = dynamic_cast<const NativeBackend*>(state.backend.get());
   if (!backend || backend->getSize() == 1 || !detail::checks_collectives()) {
     return;
@@ -379,8 +380,8 @@ void compare_calls_of(detail::GroupState& state) {
   const auto name = backend->getBackendName();
   const auto& store = backend->store();
   c10::intrusive_ptr<c10d::Backend> compares;
-  // A store in a file would grow with each step.
-  if (name == "gloo" && store && store->hasExtendedApi()) {
+  // Without multiGet the store is a file, for example, which would grow with each step.
+  if (name == "gloo" && device_type == c10::kCPU && store && store->hasExtendedApi()) {
     const auto timeout = backend->own()->getBackendOptions()->timeout;
     compares = c10::make_intrusive<StoreGather>(
         store, backend->getRank(), StoreGather::Group{state.name, state.world_ranks, timeout});
@@ -415,7 +416,7 @@ class GivenFactory : public detail::BackendFactory {
     return backend_of(group, world_ranks, device_type_);
   }
   void choose_comparison(detail::GroupState& group) const override {
-    compare_calls_of(group);
+    compare_calls_of(group, device_type_);
   }
 
  private:
@@ -467,12 +468,13 @@ ProcessGroup group_of(
   auto& known = world_of(world, device_type);
   auto& state = known.groups[{group.get(), device_type}];
   if (!state) {
-    state = std::make_shared<detail::GroupState>();
-    state->backend = backend_of(group, world_ranks, device_type);
-    state->name = detail::join(world_ranks, "-");
-    state->world_ranks = world_ranks;
-    state->factory = known.factory;
-    compare_calls_of(*state);
+    auto made = std::make_shared<detail::GroupState>();
+    made->backend = backend_of(group, world_ranks, device_type);
+    made->name = detail::join(world_ranks, "-");
+    made->world_ranks = world_ranks;
+    made->factory = known.factory;
+    compare_calls_of(*made, device_type);
+    state = std::move(made);
     if (group != world) { // whose own end is the end of all
       const auto forget = [of = world.get(), key = group.get(), device_type](py::handle reference) {
         if (const auto found = worlds().find(of); found != worlds().end()) {

@@ -1,11 +1,10 @@
 #include "store_gather.h"
 
-#include <ATen/ATen.h>
+#include <c10/util/Exception.h>
 #include <fsdp/error.h>
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <thread>
 #include <utility>
 
@@ -80,9 +79,8 @@ class StoreGather::Gathering : public c10d::Work {
     std::vector<Bytes> rows;
     try {
       rows = values_of(*store_, keys_);
-    } catch (const std::exception&) { // the store has ended
-      out_.copy_(in_.expand_as(out_));
-      return {};
+    } catch (const c10::DistError&) { // the store has ended
+      rows.assign(keys_.size(), packed(number_, in_));
     }
     std::vector<int> late;
     auto* to = static_cast<char*>(out_.mutable_data_ptr());
@@ -126,7 +124,7 @@ c10::intrusive_ptr<c10d::Work> StoreGather::_allgather_base(
   try {
     const Unlocked unlocked;
     store_->set(keys[getRank()], packed(number_, in));
-  } catch (const std::exception&) { // the store has ended, as the Work will find
+  } catch (const c10::DistError&) { // the store has ended, as the Work will find
   }
   return c10::make_intrusive<Gathering>(*this, std::move(keys), out, in);
 }

@@ -10,9 +10,9 @@
 
 namespace fsdp::python {
 
-/// Gathers small tensors through a store. Over gloo the ranks compare their calls in this way: if
-/// the calls differ, a collective of the group would meet one of another size, for which gloo ends
-/// the process.
+/// Gathers small tensors of the CPU through a store. Over gloo the ranks compare their calls in
+/// this way: if the calls differ, a collective of the group would meet one of another size, for
+/// which gloo ends the process.
 ///
 /// A store ends with the process that has it, which may be the first to have done its work. Each
 /// rank then gathers its own tensor from all ranks, so that nothing is compared.
@@ -23,7 +23,8 @@ class StoreGather : public c10d::Backend {
     std::vector<int> world_ranks;
     std::chrono::milliseconds timeout;
   };
-  /// All ranks of the group make one at a time. Nobody else may wait on `store`.
+  /// All ranks of the group make one at a time. `store` should be a client that no other thread
+  /// waits with.
   StoreGather(c10::intrusive_ptr<c10d::Store> store, int rank, Group group);
 
   c10::intrusive_ptr<c10d::Work> _allgather_base(

@@ -13,7 +13,7 @@ at::Tensor SpareMemory::empty(int64_t numel, const at::TensorOptions& options) {
       kept.device() == options.device()) {
     return kept;
   }
-  kept = at::Tensor(); // first, so that the old and the new buffer are not there at a time
+  kept = at::Tensor(); // first, so that both buffers are never there at once
   const c10::InferenceMode not_inference(false); // the memory may be kept for training
   return at::empty({numel}, options);
 }

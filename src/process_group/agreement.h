@@ -27,9 +27,9 @@ namespace fsdp::detail {
 //
 //   threads   before anything is computed, each call (ThreadOperation)
 //   gloo      before the call goes to gloo, each call, in a thread of the group (AgreedCalls)
-//   others    nccl, backends of the user's own, and gloo under Python: all calls since the start,
-//             once per step (CallHistory). The error comes one or two steps later, because a
-//             comparison at once would wait for the GPU.
+//   others    nccl, backends of the user's own, and gloo under Python unless its store is a file:
+//             all calls since the start, once per step (CallHistory). The error comes one or two
+//             steps later, because a comparison at once would wait for the GPU.
 //
 // FSDP_CHECK_COLLECTIVES=none switches off all but the first.
 

