@@ -377,7 +377,7 @@ int64_t plan_backward(
     const auto* last = i + 1 < blocks.size() ? &blocks[i + 1] : nullptr; // that was reduced
     waiting -= after_block(block) + kept + block.accumulated;
     const auto prefetched = keeps || i == 0 ? 0 : blocks[i - 1].whole + blocks[i - 1].sent;
-    // Of the first block, backward gathers nothing after that could take it.
+    // No gather follows the first block's, so nothing takes the memory that is kept then.
     const auto spare = last && i == 0 ? last->spare : 0;
     const auto in_flight = (last ? last->reduced : 0) + spare;
     const auto around = root.whole + (accumulates ? root.accumulated : head_grads) + waiting +
